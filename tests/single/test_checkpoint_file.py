@@ -116,7 +116,6 @@ def test_the_checksum_sees_what_is_old_lost_or_in_another_place():
         return lambda _, pages: pages.__setitem__([a, b], pages[[b, a]])
 
     changes = [
-        lambda data, _: data.__setitem__(5, data[5] ^ 1),
         lambda data, _: data.__setitem__(-1, data[-1] ^ 128),
         lambda data, _: data.__setitem__(CHECKSUM_BYTES - 1, data[CHECKSUM_BYTES - 1] ^ 2),
         lambda _, pages: pages.__setitem__(7, 0),
@@ -148,7 +147,7 @@ def small(tmp_path):
     return tmp_path / "file"
 
 
-def test_a_change_of_any_byte_is_found(small):
+def test_a_change_of_any_byte_and_any_other_length_are_found(small):
     whole = small.read_bytes()
     for place in range(len(whole)):
         damaged = bytearray(whole)
@@ -156,22 +155,15 @@ def test_a_change_of_any_byte_is_found(small):
         small.write_bytes(damaged)
         with pytest.raises(ValueError, match=re.escape(os.fspath(small))):
             CheckpointFile(os.fspath(small))
-    small.write_bytes(whole)
-    assert same(read(small)[0], SMALL)
-
-
-def test_any_other_length_is_found(small):
-    whole = small.read_bytes()
-    for length in range(len(whole)):
-        small.write_bytes(whole[:length])
+        small.write_bytes(whole[:place])
         with pytest.raises(ValueError, match="is cut off: it has|is not a checkpoint"):
             CheckpointFile(os.fspath(small))
     small.write_bytes(whole + b"\0")
-    with pytest.raises(
-        ValueError,
-        match=f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}",
-    ):
+    facts = f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}"
+    with pytest.raises(ValueError, match=facts):
         CheckpointFile(os.fspath(small))
+    small.write_bytes(whole)
+    assert same(read(small)[0], SMALL)
 
 
 def test_a_file_that_is_something_else_is_refused(tmp_path):
@@ -245,8 +237,6 @@ CRC = f"{zlib.crc32(b'1234'):08x}"
 LIES: dict[str, tuple[str, str]] = {
     "no facts": ("}}", "KeyError"),
     "an array behind the end": (header_of(array(offsets=(0, 8))), "not where"),
-    "an array before the begin": (header_of(array(offsets=(-4, 0))), "not where"),
-    "a shape below 0": (header_of(array(shape=(-4,))), "has shape"),
     "a shape of fractions": (header_of(array(shape=(2.0, 2))), "2.0 is not an integer"),
     "an unknown dtype": (header_of(array(dtype="F4")), "KeyError"),
     "a name twice": (header_of(array(), array()), "a name occurs twice"),
@@ -255,12 +245,10 @@ LIES: dict[str, tuple[str, str]] = {
     "a huge shape": (header_of(array(shape=(10**400,))), "has shape"),
     "a shape of 66 axes": (header_of(array(shape=(4, *[1] * 65))), "has shape"),
     "objects that are a list": (header_of(array(), metadata="[]"), "have no names"),
-    "a number for an array": (header_of('"w":3'), "TypeError"),
     "deep lists": ("[" * 100_000, "Error"),
     "no checksum": (header_of(array(), checksums=""), "0.0 checksums of 1"),
     "two checksums": (header_of(array(), checksums=2 * CRC), "2.0 checksums of 1"),
     "a wrong checksum": (header_of(array(), checksums="0" * 8), "damaged in w"),
-    "letters for a checksum": (header_of(array(), checksums="x" * 8), "invalid literal"),
     "a number for checksums": (header_of(array()).replace(f'"{CRC}"', "12345678"), "TypeError"),
 }
 for number in ("Infinity", "NaN", "1e400", "3.5"):

@@ -17,11 +17,8 @@ HUNDRED = Dataset.range(100).map(lambda x: x)
 READ = {
     "map": lambda d: d.map(lambda x: -x),
     "filter": lambda d: d.filter(lambda x: True),
-    "enumerate": lambda d: d.enumerate(),
     "zip": lambda d: Dataset.zip(d, Dataset.range(100)),
-    "zip behind": lambda d: Dataset.zip(HUNDRED, d),
     "zip with a cache": lambda d: Dataset.zip(d, HUNDRED.cache()),
-    "zip with a shuffle": lambda d: Dataset.zip(d, HUNDRED.cache().shuffle(5, seed=1)),
     "zip of joined": lambda d: Dataset.zip(d, HUNDRED.take(9).concatenate(HUNDRED)),
     "concatenate": lambda d: d.concatenate(Dataset.range(3)),
     "repeat": lambda d: d.repeat(2).take(150),
@@ -188,10 +185,8 @@ ROWS = np.arange(4096.0).reshape(512, 8)
 KEPT = {
     "slices": lambda rows: rows,
     "shuffled": lambda rows: rows.shuffle(512, seed=0),
-    "nested": lambda rows: Dataset.zip({"x": rows, "y": (rows,)}).map(lambda d: d["x"]),
     "mapped": lambda rows: rows.map(lambda x: x),
     "unbatched": lambda rows: rows.batch(64).unbatch(),
-    "unbatched results": lambda rows: rows.batch(64).map(lambda x: x).unbatch(),
     "cached": lambda rows: rows.cache(),
     "prefetched": lambda rows: rows.prefetch(2),
 }

@@ -1,7 +1,5 @@
 """Sources of datasets in one process: ranges, arrays and generators; the kinds of elements."""
 
-import collections
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -46,24 +44,6 @@ def test_python_numbers_become_tensorflows_dtypes_and_lists_arrays():
         (1, {"a": 3.5}),
         (2, {"a": 4.5}),
     ]
-
-
-Point = collections.namedtuple("Point", ["x", "y"])
-
-
-@dataclasses.dataclass
-class Sample:
-    image: np.ndarray
-    label: np.ndarray
-
-
-def test_nests_of_all_kinds():
-    point = next(iter(Dataset.from_tensor_slices(Point(np.arange(3), np.ones((3, 2)))).batch(2)))
-    assert isinstance(point, Point)
-    assert point.x.shape == (2,) and point.y.shape == (2, 2)
-    sample = next(iter(Dataset.from_tensor_slices(Sample(np.ones((3, 2)), np.arange(3))).batch(3)))
-    assert isinstance(sample, Sample)
-    np.testing.assert_array_equal(sample.label, np.arange(3))
 
 
 class Column:

@@ -95,21 +95,10 @@ def test_modules_are_imported_late_and_older_names_warn_once_a_process():
 # ---- the rules for the places and names of files
 
 
-def is_private(folder):
-    return any(part.startswith("_") for part in folder.relative_to(PACKAGE).parts)
-
-
 def test_the_root_has_the_public_door_alone():
     public = {"__init__.py", "__main__.py", "losses.py", "torch.py"}
     private = {"_start.py", "_info.py", "_program.py", "_run.py"}
     assert {path.name for path in PACKAGE.glob("*.py")} == public | private
-
-
-def test_a_folder_is_public_or_private_as_a_whole():
-    """A public folder is imported through its `__init__` only, so each other file is `_x.py`."""
-    inside = [path for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"]
-    assert [path for path in inside if path.name.startswith("_") == is_private(path.parent)] == []
-    assert {path.parent for path in inside if not (path.parent / "__init__.py").exists()} == set()
 
 
 def test_a_class_name_is_unique():

@@ -76,11 +76,7 @@ CASES = {
     "another waits for it": ([SILENT, status(8, True)], [], STALL, []),
     "a process does not end": (
         FINISHED,
-        *(
-            [2],
-            STALL,
-            ["\n  rank 0: has finished, but its process does not end; now at train.py:7"],
-        ),
+        *([2], STALL, ["\n  rank 0: has finished, but its process does not end; now at train.py"]),
     ),
     "those that have finished": (FINISHED, [2], STALL, ["\n  ranks 1, 2: has finished"]),
     "all have finished": ([one._replace(beat=0) for one in FINISHED], [], {}, []),
@@ -160,9 +156,9 @@ def watch(monkeypatch):
     """
     made = []
 
-    def make(channel, calls=None):
+    def make(channel):
         made.append(channel)
-        return watchdog.Watchdog(1, calls or CallState(2, print), channel)
+        return watchdog.Watchdog(1, CallState(2, print), channel)
 
     yield make
     for channel in made:
@@ -258,26 +254,3 @@ def test_no_garbage_is_collected_while_stacks_are_read(monkeypatch):
         assert gc.isenabled() == was_enabled
     gc.enable()
     assert seen == [sys.version_info >= (3, 12), False]
-
-
-def test_the_place_of_a_thread_that_waits_in_a_call(watch):
-    calls, is_in, is_over = CallState(2, print), threading.Event(), threading.Event()
-    one = watch(Alone(), calls)
-
-    def collective():
-        calls.thread = threading.get_ident()
-        with calls.waiting, calls.waiting:
-            is_in.set()
-            is_over.wait(10)
-
-    thread = threading.Thread(target=collective, daemon=True)
-    thread.start()
-    is_in.wait(10)
-    try:
-        found = one._status()
-        assert found.waits and found.location.endswith(" in collective")
-    finally:
-        is_over.set()
-        thread.join(10)
-    found = one._status()
-    assert not found.waits and " in collective" not in found.location

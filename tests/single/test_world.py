@@ -3,16 +3,14 @@
 import atexit
 import builtins
 import os
-import socket
 import sys
 import tempfile
-import threading
 import types
 
 import mpi4py
 import numpy as np
 import pytest
-from internals import blas_threads, failure, launchers, mpi_library, pmi, reports, segments, worlds
+from internals import blas_threads, failure, launchers, mpi_library, reports, segments, worlds
 from threadpoolctl import threadpool_info, threadpool_limits
 
 
@@ -199,20 +197,6 @@ def test_mpi_has_not_started_while_it_is_imported(monkeypatch):
     assert failure._started_mpi() is None
 
 
-def test_the_launcher_is_asked_for_the_end(monkeypatch):
-    """In the words of PMI, version 1."""
-    monkeypatch.setattr(pmi, "_LAUNCHER_SECONDS", 0.1)
-    rank, launcher = socket.socketpair()
-    with rank, launcher:
-        launcher.send(b"cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1\n")
-        monkeypatch.setenv(pmi.VARIABLE, str(rank.fileno()))
-        pmi.abort(3)
-        assert launcher.recv(1 << 10).decode().splitlines() == [
-            "cmd=init pmi_version=1 pmi_subversion=1",
-            "cmd=abort exitcode=3",
-        ]
-
-
 def test_reports_are_tagged_under_several_ranks_only(monkeypatch, capsys):
     reports.say("one\ntwo")
     monkeypatch.setattr(reports, "_tag", "[rank 3] ")
@@ -231,13 +215,3 @@ def test_notes_show_with_the_error_that_ends_the_job():
     assert getattr(error, "__notes__", None) == ["the first", "the second"]
     shown = reports.capture(lambda: None, error)
     assert shown.count("the first\n") == shown.count("the second\n") == 1
-
-
-def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
-    full = types.SimpleNamespace(write=lambda text: threading.Event().wait())
-    monkeypatch.setattr(sys, "stderr", full)
-    monkeypatch.setattr(reports, "_PRINT_SECONDS", 0.1)
-    printing = threading.Thread(target=reports.say, args=("it ends",), daemon=True)
-    printing.start()
-    printing.join(20)
-    assert not printing.is_alive()
