@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from internals import Workers, distribute_dataset, distribute_from_function, select
-from pipelines import attempted
 from public_api import begins_with_a_call
 from thread_ranks import Rank, on_ranks, parts
 
@@ -66,20 +65,6 @@ def test_columns_of_python_numbers():
     found = {name: np.concatenate([one[name], other[name]]) for name in one}
     assert {name: column.tolist() for name, column in found.items()} == {"id": rows, **table}
     assert found["weight"].dtype == np.float32
-
-
-def test_batches_are_new_writable_and_contiguous():
-    source = np.arange(24.0).reshape(12, 2)
-    rows = Dataset.from_tensor_slices(source)
-    for make in (
-        lambda: rows.shuffle(12).batch(6),
-        lambda: Dataset.from_tensors(source).batch(6).unbatch().repeat(2).unbatch().batch(6),
-        lambda: rows.map(identity).cache().batch(6),
-        lambda: [source],
-    ):
-        for part in itertools.chain(*parts(3, make)):
-            assert part.flags.writeable and part.flags.c_contiguous and part.base is None
-            assert not np.shares_memory(part, source)
 
 
 # ---- what is read, and what is communicated
@@ -215,28 +200,20 @@ def test_element_spec():
 
 
 @pytest.mark.filterwarnings("ignore:.*the last step has elements for only")
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_there_are_as_many_steps_as_it_says(size):
+def test_there_are_as_many_steps_as_it_says():
     def program(rank):
         for n, drops in itertools.product((0, 1, 7, 12), (False, True)):
             batches, count = Dataset.range(n).batch(2, drops), n // 2 if drops else -(-n // 2)
             for made, steps in (
                 (distribute_dataset(batches, rank, None), count),
-                (distribute_from_function(lambda _, d=batches: d, rank, None), -(-count // size)),
-                (distribute_from_function(lambda _, n=n: Dataset.range(n), rank, None), n // size),
+                (distribute_from_function(lambda _, d=batches: d, rank, None), -(-count // 2)),
             ):
                 assert made and len(made) == made.cardinality == len(list(made)) == steps
-        three = Dataset.range(3)
-        for dataset, cardinality, why in (
-            (three.batch(2).repeat(), -1, "infinite"),
-            (three.filter(lambda x: x > 0).batch(2), -2, "unknown"),
-        ):
-            made = distribute_dataset(dataset, rank, None)
-            assert made.cardinality == cardinality
+        for dataset, why in (TEN.batch(2).repeat(), "infinite"), (TEN.batch(2).filter(any), "unkn"):
             with pytest.raises(TypeError, match=rf"tribute_dataset: len\(\).*{why}"):
-                len(made)
+                len(distribute_dataset(dataset, rank, None))
 
-    on_ranks(size, program)
+    on_ranks(2, program)
 
 
 def test_contexts_and_options():
@@ -325,27 +302,6 @@ def test_where_warnings_are_errors_all_ranks_raise():
         assert on_ranks(3, program) == ["raised"] * 3
 
 
-def test_a_worker_makes_its_empty_step_once_a_pass():
-    starts = []
-
-    def program(rank):
-        workers = Workers((0, 1), rank.rank)
-
-        def make(context):
-            def generator():
-                starts.append(rank.rank)
-                yield from np.eye(1 if context.input_pipeline_id else 5)
-
-            signature = TensorSpec((None,), np.float64)
-            return Dataset.from_generator(generator, output_signature=signature).map(identity)
-
-        steps = distribute_from_function(make, rank, None, workers=workers)
-        return [len(select(step)) for step in steps]
-
-    assert on_ranks(2, program) == [[5] * 5, [1, 0, 0, 0, 0]]
-    assert sorted(starts) == [0, 0, 1, 1]  # a pass, and the first element for the empty step
-
-
 # ---- what fails: all ranks raise, and then end
 
 
@@ -383,34 +339,6 @@ def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind):
         assert on_ranks(size_, program) == [[]] * size_
     with pytest.raises(ValueError, match="first dimension"):
         parts(2, lambda: [(np.arange(3), np.arange(4))])
-
-
-def fail_on_rank_1(rank):
-    def check(x):
-        if rank.rank == 1 and np.any(x >= 4):
-            raise ZeroDivisionError
-        return x
-
-    return check
-
-
-FAILING = {
-    "map": lambda check: Dataset.range(14).map(check).batch(4),
-    "filter": lambda check: Dataset.range(14).filter(lambda x: check(x) + 1).batch(4).prefetch(1),
-    "batches in threads": lambda check: Dataset.range(14).batch(4).map(check, 2).prefetch(1),
-    "generator": lambda check: Dataset.from_generator(
-        lambda: (check(x) for x in range(14)), np.int64
-    ).batch(4),
-}
-
-
-@pytest.mark.parametrize("source", FAILING)
-def test_an_error_on_one_rank_alone_is_raised_on_all(source):
-    def program(rank):
-        data = distribute_dataset(FAILING[source](fail_on_rank_1(rank)), rank, None)
-        return attempted(data, lambda step: select(step).tolist())
-
-    assert on_ranks(2, program) == [[[0, 1], "an error"], [[2, 3], "an error"]]
 
 
 def test_all_ranks_raise_if_a_worker_has_nothing_to_show_the_shapes_of_empty_steps():

@@ -149,24 +149,6 @@ def test_zip():
             Dataset.zip(*args, **kwargs)
 
 
-@pytest.mark.parametrize("stage", ["plain", "cache", "shuffle", "concatenate", "unbatch"])
-def test_zips_of_chosen_elements_have_the_rows_of_their_arrays(stage):
-    x, y = np.arange(40).reshape(20, 2), np.arange(20)
-    some = Dataset.from_tensor_slices(x).skip(3), Dataset.from_tensor_slices(y).skip(3).enumerate()
-    zipped = {
-        "plain": lambda d: d,
-        "cache": lambda d: d.cache(),
-        "shuffle": lambda d: d.shuffle(9, seed=1),
-        "concatenate": lambda d: d.take(9).concatenate(d.skip(9)),
-        "unbatch": lambda d: d.batch(4).unbatch(),
-    }[stage](Dataset.zip(*some))
-    for elements in zipped, zipped.batch(5).unbatch(), zipped.take(0).concatenate(zipped):
-        found = [(row.tolist(), int(i), int(label)) for row, (i, label) in elements]
-        expected = [([2 * n, 2 * n + 1], n - 3, n) for n in range(3, 20)]
-        assert (sorted(found) if stage == "shuffle" else found) == expected
-    assert [len(row) for row, _ in zipped.batch(5)] == [5, 5, 5, 2]
-
-
 # ---- None, which is part of a structure
 
 

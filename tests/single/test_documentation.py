@@ -10,8 +10,6 @@ import inspect
 import pathlib
 import pkgutil
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -204,31 +202,3 @@ def test_the_environment_variables_that_are_read_are_on_the_page():
     for path in [p for name in ("launch", "slurm", "benchmarks") for p in (ROOT / name).iterdir()]:
         if path.is_file() and path.suffix != ".png":
             assert set(re.findall(r"\bHPCSTRAT_[A-Z_]*[A-Z]\b", path.read_text())) <= page, path
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
-    reason='mkdocs is not installed; pip install ".[docs]" brings it',
-)
-def test_the_site_is_built_without_a_warning(tmp_path):
-    # Not --quiet: with it --strict sees no warnings.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stderr
-    # Otherwise long signatures are on one line.
-    assert "Formatting signatures requires" not in result.stderr
-    site = tmp_path / "site"
-    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
-    reference = "".join(text for name, text in pages.items() if name.startswith("api/"))
-    assert [name for name in NAMES if f'id="{name}"' not in reference] == []
-    # Names that are on no page, which docs/public_names.py replaces.
-    assert re.findall(r'<span title="(hpcstrat\S*\._\S*)"', reference) == []
-    # A list right below a line of text goes on with its paragraph, unlike on GitHub.
-    prose = {name: re.sub(r"<pre.*?</pre>", "", text, flags=re.S) for name, text in pages.items()}
-    assert [name for name, text in prose.items() if re.search(r"\n(?:[-*]|\d\.) ", text)] == []
-    # ">>>" outside "Examples:" becomes this.
-    assert "<blockquote>" not in reference
-    # Loads from elsewhere, which need a network.
-    loads = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="?https?:')
-    assert [name for name, text in pages.items() if loads.search(text)] == []

@@ -3,7 +3,6 @@
 import errno
 import os
 import pathlib
-import weakref
 
 import hypothesis.strategies as st
 import ml_dtypes
@@ -167,48 +166,24 @@ def test_nothing_is_left_behind_where_the_file_cannot_grow(monkeypatch, unlinked
 # ---- slabs
 
 
-class Device:
-    """Memory of `nbytes` bytes, whose slabs are not touched and so cost nothing.
-
-    Attributes:
-        used: bytes allocated now.
-        sizes: of the slabs allocated so far.
-    """
-
-    def __init__(self, nbytes=1 << 40):
-        self.nbytes, self.used, self.sizes = nbytes, 0, []
-
-    def allocate(self, least, wanted):
-        left = self.nbytes - self.used
-        if left < least:
-            raise MemoryError(f"no {least} bytes")
-        size = wanted if wanted <= left else least
-        array = np.empty(size, np.uint8)
-        self.used += size
-        self.sizes.append(size)
-        weakref.finalize(array, self.give_back, size)
-        return slabs.Slab(array)
-
-    def give_back(self, nbytes):
-        self.used -= nbytes
-
-
-def slabs_of(device, **options):
-    return slabs.Slabs(device.allocate, **options)
-
-
-def bytes_of(memory, count):
-    return memory.new_block((count,), BYTE)
-
-
 def place(block):
     """Where a block starts in its slab, and where it stops."""
     return [end - block.owner.address for end in block.memory]
 
 
+def allocating(sizes):
+    """A function that allocates slabs, whose sizes it notes, and that costs nothing."""
+
+    def allocate(least, wanted):
+        sizes.append(wanted)
+        return slabs.Slab(np.empty(wanted, np.uint8))
+
+    return allocate
+
+
 @pytest.mark.parametrize("alignment", [1, slabs.GPU_ALIGNMENT])
 def test_blocks_lie_one_after_another(alignment):
-    memory = slabs_of(Device(), alignment=alignment)
+    memory = slabs.Slabs(allocating([]), alignment=alignment)
     forms = [((3,), np.int8), ((2, 2), FLOAT), ((), np.complex128), ((0, 5), FLOAT), ((1,), FLOAT)]
     blocks = [memory.new_block(shape, np.dtype(dtype)) for shape, dtype in forms]
     closely = [[0, 3], [4, 20], [32, 48], [48, 48], [48, 52]]
@@ -224,16 +199,16 @@ def test_blocks_lie_one_after_another(alignment):
 
 def test_slabs_double_up_to_the_limit():
     """And large blocks have slabs of their own, between which the others go on as before."""
-    device = Device()
-    memory = slabs_of(device, smallest=1 << 17, largest=1 << 20)
+    sizes = []
+    memory = slabs.Slabs(allocating(sizes), smallest=1 << 17, largest=1 << 20)
     before = memory.new_block((5,), FLOAT)
-    kept = [bytes_of(memory, (1 << 19) + 1)]
+    kept = [memory.new_block(((1 << 19) + 1,), BYTE)]
     after = memory.new_block((5,), FLOAT)
     assert (place(before), place(kept[0]), place(after)) == ([0, 20], [0, (1 << 19) + 1], [20, 40])
-    kept += [bytes_of(memory, 1 << 16) for _ in range(63)]
+    kept += [memory.new_block((1 << 16,), BYTE) for _ in range(63)]
     alone = (1 << 19) + (1 << 16)
     # The first has room for one beside the two small blocks.
-    assert device.sizes == [1 << 17, alone, 1 << 17, 1 << 18, 1 << 19, *[1 << 20] * 3]
+    assert sizes == [1 << 17, alone, 1 << 17, 1 << 18, 1 << 19, *[1 << 20] * 3]
 
 
 # ---- layouts of messages

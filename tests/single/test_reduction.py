@@ -1,6 +1,5 @@
 """Reductions of ranks' arrays, which dtypes take which, and how ranks wait for each other."""
 
-import itertools
 import os
 import time
 import types
@@ -35,33 +34,12 @@ def test_sums_are_made_in_rank_order(count, size):
         assert out.tobytes() == result.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int32", "complex64", *HALVES], ids=str)
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_the_result_may_lie_in_any_part(dtype, count):
-    dtype = np.dtype(dtype)
-    for op, target in itertools.product([ReduceOp.SUM, ReduceOp.MAX], range(count)):
-        if op is ReduceOp.MAX and dtype.kind == "c":
-            continue
-        parts = [(np.arange(9) * (i + 1) % 5).astype(dtype) for i in range(count)]
-        exact = np.real([part.astype(complex) for part in parts])
-        reduce_in_chunks(parts[target], parts, op)
-        expected = exact.sum(0) if op is ReduceOp.SUM else exact.max(0)
-        assert parts[target].tolist() == expected.astype(dtype).tolist()
-
-
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_16_bit_floats_are_rounded_once(dtype):
     big = 2048 if dtype == np.float16 else 256  # adding one 1 in that dtype changes nothing
     out = np.empty(3, dtype)
     reduce_in_chunks(out, [np.full(3, one).astype(dtype) for one in (big, 1, 1)], ReduceOp.SUM)
     assert out.tolist() == [big + 2] * 3
-
-
-def test_an_overflow_is_inf():
-    out = np.empty(2, np.float32)
-    with np.errstate(all="raise"):
-        reduce_in_chunks(out, [np.full(2, 3e38, np.float32)] * 2, ReduceOp.SUM)
-    assert np.isinf(out).all()
 
 
 NUMBERS = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split()

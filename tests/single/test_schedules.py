@@ -37,10 +37,6 @@ FORMULAS = [
         lambda step: 0.1 * 0.5 ** (step // 10),
     ),
     (schedules.InverseTimeDecay(0.1, 10, 0.5), lambda step: 0.1 / (1 + 0.5 * step / 10)),
-    (
-        schedules.InverseTimeDecay(0.1, 10, 0.5, staircase=True),
-        lambda step: 0.1 / (1 + 0.5 * (step // 10)),
-    ),
     (schedules.PolynomialDecay(0.1, 10, 0.01, power=0.5), polynomial),
     (schedules.PolynomialDecay(0.1, 10, 0.01, cycle=True), cycling),
     (

@@ -72,8 +72,6 @@ def test_the_users_setting_of_open_mpi_stays(monkeypatch):
         ("mpirun of Open MPI", 2, "unknown", False),  # such as a vendor's, derived from Open MPI
         ("mpirun of MPICH", 2, "Open MPI", True),
         ("mpirun of MPICH", 1, "Open MPI", False),  # works
-        ("mpirun of Intel MPI", 2, "MPICH", False),
-        ("srun", 2, "Open MPI", False),
         ("a PMI launcher", 2, "Open MPI", False),
     ],
 )

@@ -126,17 +126,3 @@ def test_a_message_names_the_call_what_came_and_the_way_out(error, facts):
     text = getattr(caught.value, "strerror", None) or str(caught.value)
     assert begins_with_a_call(text)
     assert S.run(lambda: 3) == 3 and not W.numpy().any()  # the next calls work
-
-
-def test_the_end_of_the_data_is_pythons():
-    iterator = v1_iterator()
-    iterator.initialize()
-    strategy = V1.MirroredStrategy()
-    assert [strategy.experimental_run(lambda x: x.sum(), iterator) for _ in range(2)] == [1, 5]
-    distributed = iter(strategy.experimental_distribute_dataset(Dataset.range(2).batch(2)))
-    assert distributed.get_next().tolist() == [0, 1]
-    for end in (iterator.get_next, distributed.get_next):
-        with pytest.raises(StopIteration):
-            end()
-    with pytest.raises(StopIteration):
-        strategy.experimental_run(lambda x: x, iterator)
