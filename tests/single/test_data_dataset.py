@@ -181,21 +181,11 @@ def test_cardinality():
 
 def test_the_spec_of_a_function_is_that_of_its_first_result():
     called = []
-
-    def function(a, b):
-        called.append(len(a))
-        return b, b.sum(), np.ones((len(a), 3))
-
     pairs = Dataset.from_tensor_slices((np.arange(5), np.ones((5, 2), np.float32)))
-    mapped = pairs.batch(3).map(function)
-    for _ in range(2):
-        assert mapped.element_spec == (
-            TensorSpec((None, 2), np.float32),
-            TensorSpec((), np.float32),
-            TensorSpec((None, 3), np.float64),
-        )
+    mapped = pairs.batch(3).map(lambda a, b: called.append(len(a)) or (b, b.sum(), np.ones((3, 3))))
+    specs = TensorSpec((None, 2), "f4"), TensorSpec((), "f4"), TensorSpec((None, 3), "f8")
+    assert mapped.element_spec == mapped.element_spec == specs
     assert called == [3]
-    assert pairs.batch(1).map(lambda a, b: a).element_spec == TensorSpec((None,), np.int64)
 
 
 def test_an_attribute_error_in_element_spec_is_the_functions_own():

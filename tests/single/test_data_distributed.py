@@ -81,19 +81,6 @@ def test_a_replica_calls_functions_for_its_own_elements_only():
     assert sorted(itertools.chain(*on_ranks(4, program))) == list(range(96))
 
 
-def test_indexed_sources_are_touched_for_the_replicas_own_rows_only():
-    def program(rank):
-        # Rows of other ranks change after the plan is known, which this rank never sees.
-        source = np.arange(12)
-        mine = [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]][rank.rank]
-        dataset = Dataset.from_tensor_slices(source).take(12).prefetch(1).cache().batch(6).repeat(1)
-        iterator = iter(distribute_dataset(dataset, rank, None))
-        source[[i for i in range(12) if i not in mine]] = -1
-        return [select(x).tolist() for x in iterator]
-
-    assert on_ranks(3, program) == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
-
-
 def test_only_user_code_makes_steps_communicate():
     def calls(make):
         def program(rank):

@@ -46,14 +46,6 @@ def test_a_generator_is_read_when_an_element_is_asked_for(pipeline):
     assert read == [0, 1, 2]
 
 
-def test_what_follows_a_source_is_read_when_its_turn_comes():
-    read = []
-    noted = Dataset.range(4).filter(lambda x: read.append(int(x)) or True)
-    iterator = iter(Dataset.range(9).concatenate(noted))
-    assert [next(iterator) for _ in range(9)] == [*range(9)] and read == []
-    assert [*iterator] == read == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("dataset", [Dataset.range(5), generated(5)], ids=["range", "generated"])
 def test_a_cache_calls_functions_once(dataset):
     called = []

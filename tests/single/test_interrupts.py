@@ -121,17 +121,6 @@ def test_no_element_is_lost(pipeline, is_distributed):
     at_each_moment(attempt)
 
 
-def test_the_end_of_an_iteration_stays_one():
-    def attempt(interrupt):
-        iterator = iter(PIPELINES["function"]())
-        assert len([*iterator]) == 4
-        with interrupt:
-            next(iterator, None)
-        assert next(iterator, None) is None
-
-    at_each_moment(attempt)
-
-
 @pytest.fixture
 def saves(tmp_path, monkeypatch):
     """A variable, its checkpoint, and two paths."""

@@ -17,7 +17,6 @@ from internals import (
     gpu,
     layout,
     packing,
-    round_up,
     rows,
     slabs,
 )
@@ -132,7 +131,7 @@ def update(optimizer, step, values, gradients, slots=()):
         elements = ElementRange(0, value.size)
         message = elements.bytes(value.itemsize).shift(place)
         shards.append(Shard(i, value.dtype, elements, message, ()))
-        place = round_up(place + value.nbytes, slabs.GPU_ALIGNMENT)
+        place += -(-value.nbytes // slabs.GPU_ALIGNMENT) * slabs.GPU_ALIGNMENT
     message = np.full(place, 0xFF, np.uint8).view(OnHost)  # NaN between the variables
     for shard, gradient in zip(shards, gradients, strict=True):
         message[shard.message.slice] = gradient.view(np.uint8)

@@ -44,13 +44,6 @@ def test_a_foreign_name_says_what_to_write_instead(name):
     assert found
 
 
-@pytest.mark.parametrize("name", ["DatasetSpec", "assert_cardinality", "flat_map", "misspelt"])
-def test_what_the_module_of_datasets_has_not(name):
-    assert not hasattr(hs.data, name) and name not in hs.data.__all__
-    with pytest.raises(AttributeError, match=rf"hpcstrat\.data.*{name}"):
-        getattr(hs.data, name)
-
-
 def test_names_show_as_programs_write_them():
     shown = [hs.Variable, hs.data.Dataset, hs.optimizers.Adam, hs.compat.v1.MirroredStrategy]
     names = ["Variable", "data.Dataset", "optimizers.Adam", "compat.v1.MirroredStrategy"]
