@@ -6,10 +6,11 @@ import re
 import sys
 import threading
 import time
+import types
 from typing import Any
 
 import pytest
-from internals import CallState, channels, failure, reports, watchdog
+from internals import channels, failure, reports, watchdog
 
 UNKNOWN = channels.UNKNOWN
 
@@ -156,9 +157,12 @@ def watch(monkeypatch):
     """
     made = []
 
+    waiting = types.SimpleNamespace(depth=0)
+    calls: Any = types.SimpleNamespace(number=7, last_signature=None, thread=0, waiting=waiting)
+
     def make(channel):
         made.append(channel)
-        return watchdog.Watchdog(1, CallState(2, print), channel)
+        return watchdog.Watchdog(1, calls, channel)
 
     yield make
     for channel in made:

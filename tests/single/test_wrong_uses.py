@@ -1,5 +1,6 @@
 """Wrong uses that need one process only: a message names the call, what came, and what to do."""
 
+import sys
 import threading
 from typing import Any
 
@@ -73,6 +74,7 @@ CASES: dict[type[Exception], dict[str, Any]] = {
             applied([(G, W)], True)
         ),
         "Checkpoint: v is 5.*Variable": lambda: Checkpoint(v=5),
+        "device: strategy is of type str; pass a strategy": lambda: hs.torch.device("cuda"),
     },
     ValueError: {
         "extend_timeout: seconds is -1.*from 0 up": lambda: hs.extend_timeout(-1),
@@ -126,3 +128,11 @@ def test_a_message_names_the_call_what_came_and_the_way_out(error, facts):
     text = getattr(caught.value, "strerror", None) or str(caught.value)
     assert begins_with_a_call(text)
     assert S.run(lambda: 3) == 3 and not W.numpy().any()  # the next calls work
+
+
+@pytest.mark.parametrize("call", ["as_tensors", "device"])
+def test_without_pytorch(monkeypatch, call):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = rf"^{call} needs PyTorch, which cannot be imported .*; install it"
+    with pytest.raises(ImportError, match=facts):
+        getattr(hs.torch, call)(S)
