@@ -89,17 +89,10 @@ def test_the_librarys_own(dtype):
 FORMULAS = {
     "slots that change places": (lambda w, g, a, b, *, rate: (w - rate * g, b + 1, a), "ab"),
     "a slot that becomes the value": (lambda w, g, a, *, rate: (w - rate * g, w), "a"),
-    "slots in a circle": (lambda w, g, a, b: (a, b, w), "ab"),
     "what was before stays in use": (lambda w, g, a: ((w + g) * w - a, a + g * w), "a"),
     "nothing changes": (lambda w, g, a: (w, a), "a"),
     "the gradient itself": (lambda w, g: g, ""),
     "choices": (lambda w, g, a: (np.where(w < g, w - a, w + a), np.where(a >= 0, g, -g)), "a"),
-    "equal or not": (
-        lambda w, g, *, rate: (
-            w - np.where(g == 0, rate, np.where(g != w, g, 2)) * np.where(w == g, w, 3)
-        ),
-        "",
-    ),
     "functions": (
         lambda w, g: np.sign(g) * np.sqrt(np.abs(w)) + np.maximum(w, 0.5) - np.minimum(g, w * g),
         "",
@@ -203,7 +196,6 @@ REFUSED = {
     "if": (uses_if, "numpy.where"),
     "if of numbers": (compares_a_number, "numbers"),
     "in": (lambda w, g: w - g * (g in (1.0, 2.0)), "numpy.where"),
-    "in a dictionary": (lambda w, g, *, step: w - g * {1: 0.1}.get(step, 1.0), "numbers"),
     "and": (lambda w, g: np.where(w > 0 and g > 0, w, g), "numpy.where"),
     "bool": (lambda w, g: w - g * bool(g), "numpy.where"),
     "float": (lambda w, g: w - float(g), ""),
@@ -212,7 +204,6 @@ REFUSED = {
     "a power of a number": (lambda w, g, *, step: w - g * 0.5**step, "numbers"),
     "a sum of numbers": (lambda w, g, *, rate: w - (1 - rate) * g, "numbers"),
     "a sum": (lambda w, g: w - np.sum(g), "numpy.sum"),
-    "a norm": (lambda w, g: w - np.linalg.norm(g) * g, "norm"),
     "an array": (lambda w, g: w - np.ones(3), "ndarray"),
     "a text": (lambda w, g: w - "1", "str"),
     "a condition as a number": (lambda w, g: w - (g > 0), "condition"),
