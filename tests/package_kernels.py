@@ -5,7 +5,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from internals import state_of_optimizer
 
 from hpcstrat.optimizers import SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
 
@@ -70,5 +69,5 @@ def numbers_of(optimizer, step, dtype: Any = np.float64) -> dict[str, Any]:
 
 def rule_of(optimizer, step):
     """The update of a step."""
-    state_of_optimizer(optimizer).iterations = step - 1
+    optimizer._state.iterations = step - 1
     return optimizer._rule()

@@ -1,13 +1,12 @@
 """Runs the source of CUDA kernels on the host, one thread after another, on NumPy arrays.
 
-It is the same source that a GPU gets, so errors in it show here. Raw kernels, and elementwise
-kernels with raw parameters, are checked as they run: a `Fault` names two threads that access the
-same word if at least one writes it and not both use atomic operations; a misaligned address; and
-an address outside the arguments' memory. Other kernels can only reach their own elements.
+It is the source that a GPU gets. Raw kernels, and elementwise kernels with raw parameters, are
+checked as they run: a `Fault` names two threads that access the same word if at least one writes it
+and not both use atomic operations; a misaligned address; and an address outside the arguments'
+memory. Other kernels can only reach their own elements.
 
-Not shown: how threads cooperate (kernels that use `__syncthreads` or `__shared__` are refused),
-limits of a GPU, and that a GPU fuses multiplications with additions and, as CuPy requests, treats
-subnormal float32 numbers as 0.
+Not shown: how threads cooperate (`__syncthreads` and `__shared__` do not compile), limits of a GPU,
+and that a GPU fuses multiplications with additions and treats subnormal float32 numbers as 0.
 """
 
 import ctypes
@@ -15,7 +14,6 @@ import functools
 import hashlib
 import os
 import pathlib
-import re
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +29,6 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-mat
 _CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")
 # Without the sanitizer's, which `-nodefaultlibs` leaves out.
 _LIBRARIES = ("-lstdc++", "-lm", "-lc", "-lgcc")
-_REFUSED = re.compile(r"__syncthreads|__shared__|__shfl|__ballot|cooperative_groups|<<<")
 _TYPES = {"bool": "bool", "float16": "float16", "bfloat16": "bfloat16"}
 _TYPES |= {f"{kind}{8 << i}": f"{kind}{8 << i}_t" for kind in ("int", "uint") for i in range(4)}
 _TYPES |= {"float32": "float", "complex64": "complex<float>"}
@@ -49,10 +46,9 @@ class Fault(Exception):
 class RawKernel:
     """A `__global__` function, like `cupy.RawKernel`, called with NumPy arrays.
 
-    An array is passed as its address; an array without dimensions, a NumPy scalar or bytes by
-    value; a Python number as 64 bits. In a structure with arrays `source`, `target` and `length`,
-    `source[i]` is the address of `length[i]` elements that the kernel reads, and `target[i]` of as
-    many that it writes.
+    An array is passed as its address, one without dimensions and bytes by value, a Python number
+    as 64 bits. In a structure with arrays `source`, `target` and `length`, `source[i]` is the
+    address of `length[i]` elements that the kernel reads, `target[i]` of as many that it writes.
     """
 
     def __init__(self, code, name):
@@ -80,7 +76,8 @@ class RawKernel:
             if parameter.word and isinstance(argument, np.ndarray) and argument.size
         ]
         ranges += self._ranges(passed)
-        fault = self._library.on_host_launch(_three(grid), _three(block), passed, *_sorted(ranges))
+        counts = [(ctypes.c_uint * 3)(*each, *(1,) * (3 - len(each))) for each in (grid, block)]
+        fault = self._library.on_host_launch(*counts, passed, *_sorted(ranges))
         if fault is not None:
             raise Fault(f"{self.name}: {fault.decode()}")
 
@@ -176,8 +173,8 @@ class ElementwiseKernel:
         """The source of a function of this name: the kernel, applied to arrays of these dtypes."""
         declared, kinds = [], {}
         for i, ((raw, kind, name), dtype) in enumerate(zip(self._all, dtypes, strict=True)):
-            kinds |= {kind: type_name(dtype)} if len(kind) == 1 else {}
-            element = f"{'const ' * (i < len(self.inputs))}{type_name(dtype)}"
+            kinds |= {kind: _TYPES[dtype.name]} if len(kind) == 1 else {}
+            element = f"{'const ' * (i < len(self.inputs))}{_TYPES[dtype.name]}"
             if raw:
                 declared.append(f"const auto {name} = on_host::raw<{element}>(views[{i}]);")
             else:
@@ -263,15 +260,8 @@ def parsed(parameters):
     found = []
     for text in filter(None, map(str.strip, parameters.split(","))):
         *raw, kind, name = text.split()
-        if raw not in ([], ["raw"]):
-            raise ValueError(f"{text!r} is not a parameter of an elementwise kernel")
         found.append((bool(raw), kind, name))
     return found
-
-
-def type_name(dtype):
-    """The name of a dtype in C++."""
-    return _TYPES[dtype.name]
 
 
 def is_available():
@@ -281,20 +271,10 @@ def is_available():
 
 @functools.cache
 def compiled(source, is_checked=False):
-    """The library of a source text, compiled unless it is in the cache.
-
-    Args:
-        source: the text after the header.
-        is_checked: whether the kernels' memory accesses are checked.
-
-    Raises:
-        CompilationError: the compiler rejects it, or it needs something not supported here.
-    """
-    if refused := _REFUSED.search(source):
-        raise CompilationError(f"kernels on the host do not have {refused[0]}")
+    """The library of a text after the header, in which memory accesses may be checked."""
     flags = (*FLAGS, *_CHECKED * is_checked)
     libraries = _LIBRARIES * is_checked
-    key = repr((_headers(), source, flags, libraries, _version())).encode()
+    key = repr((source, flags, libraries, _version())).encode()
     path = cache() / f"{hashlib.sha256(key).hexdigest()[:32]}.so"
     if not path.exists():
         build(f'#include "cuda_on_host.hpp"\n{source}', path, (*flags, f"-I{_FOLDER}"), libraries)
@@ -312,11 +292,6 @@ def build(source, path, flags, libraries=()):
         made.replace(path)
 
 
-@functools.cache
-def _headers():
-    return [path.read_text() for path in sorted(_FOLDER.glob("*.hpp"))]
-
-
 def cache():
     """The folder of compiled libraries."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -331,7 +306,9 @@ def _compiler():
 
 @functools.cache
 def _version():
-    return subprocess.check_output([_compiler(), "--version"], text=True)
+    """That of the compiler and of the headers."""
+    headers = [path.read_text() for path in sorted(_FOLDER.glob("*.hpp"))]
+    return headers, subprocess.check_output([_compiler(), "--version"], text=True)
 
 
 def _by_value(argument):
@@ -339,12 +316,4 @@ def _by_value(argument):
         return argument
     if isinstance(argument, np.ndarray) and argument.ndim:
         return np.uint64(argument.ctypes.data).tobytes()
-    if isinstance(argument, (np.ndarray, np.generic)):
-        return argument.tobytes()
-    if isinstance(argument, (bool, int, float, complex)):
-        return np.asarray(argument).tobytes()
-    raise TypeError(f"a kernel takes no {type(argument).__name__}")
-
-
-def _three(counts):
-    return (ctypes.c_uint * 3)(*counts, *(1,) * (3 - len(counts)))
+    return np.asarray(argument).tobytes()

@@ -11,9 +11,6 @@
 
 #define __global__
 #define __device__
-#define __host__
-#define __forceinline__ inline
-#define __launch_bounds__(...)
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x, y, z; };
@@ -67,9 +64,6 @@ struct Short {
     Short(Number value) : bits(Write((float)value)) {}
     operator float() const { return Read(bits); }
     Short& operator+=(Short other) { return *this = Short((float)*this + (float)other); }
-    Short& operator-=(Short other) { return *this = Short((float)*this - (float)other); }
-    Short& operator*=(Short other) { return *this = Short((float)*this * (float)other); }
-    Short& operator/=(Short other) { return *this = Short((float)*this / (float)other); }
 };
 
 struct View {
@@ -88,11 +82,6 @@ struct Raw {
             index /= view.shape[axis];
         }
         return *(Element*)(view.first + offset + (view.ndim ? index * view.strides[0] : 0));
-    }
-    ptrdiff_t size() const {
-        ptrdiff_t count = 1;
-        for (ptrdiff_t axis = 0; axis < view.ndim; ++axis) count *= view.shape[axis];
-        return count;
     }
 };
 template <class Element> inline Raw<Element> raw(const View& view) { return {view}; }
@@ -210,13 +199,8 @@ using float16 = on_host::Short<on_host::from_half, on_host::to_half>;
 using bfloat16 = on_host::Short<on_host::from_bfloat, on_host::to_bfloat>;
 template <class Real> using complex = std::complex<Real>;
 
-using std::abs; using std::ceil; using std::cos; using std::exp; using std::fabs; using std::floor; using std::fmax;
-using std::fmin; using std::isfinite; using std::isinf; using std::isnan; using std::log; using std::pow; using std::sin;
-using std::sqrt; using std::tanh;
+using std::abs; using std::isnan; using std::sqrt;
 
-template <class Number> inline Number min(Number a, Number b) { return b < a ? b : a; }
-template <class Number> inline Number max(Number a, Number b) { return a < b ? b : a; }
-template <class Element> inline Element __ldg(const Element* place) { return *place; }
 template <class Number> UNCHECKED inline Number atomicAdd(Number* place, Number value) {  // threads run one by one
     on_host::access(place, sizeof(Number), on_host::ADDED, alignof(Number));
     const Number old = *place;

@@ -30,33 +30,21 @@ def blocks(path):
     return [re.sub(r"^%.*$", "", text, flags=re.MULTILINE) for text in found]
 
 
-def texts(paths):
-    """(name, Python source) of files and of the programs on pages."""
-    for path in paths:
-        name = path.relative_to(ROOT).as_posix()
-        for text in blocks(path) if path.suffix == ".md" else [path.read_text()]:
-            yield name, text
-
-
 def calls(paths):
-    """(name:line, callee, the names of the keyword arguments) of each call of an attribute.
+    """The callee of each call of an attribute in files and in the programs on pages.
 
-    The callee starts with `cupy.` if it is CuPy's, else it is `.` and the name of the method.
+    It starts with `cupy.` if it is CuPy's, else it is `.` and the name of the method.
     """
-    for name, text in texts(paths):
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.Call):
-                continue
-            # What `partial` calls later counts too.
-            is_later = isinstance(node.func, ast.Name) and node.func.id == "partial"
-            function = node.args[0] if is_later else node.func
-            if isinstance(function, ast.Attribute):
-                keywords = tuple(sorted(keyword.arg for keyword in node.keywords if keyword.arg))
-                yield (
-                    f"{name}:{node.lineno}",
-                    _meant(function, _MODULES | _OF_FILES.get(name, {})),
-                    keywords,
-                )
+    for path in paths:
+        modules = _MODULES | _OF_FILES.get(path.relative_to(ROOT).as_posix(), {})
+        for text in blocks(path) if path.suffix == ".md" else [path.read_text()]:
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.Call):
+                    # What `partial` calls later counts too.
+                    is_later = isinstance(node.func, ast.Name) and node.func.id == "partial"
+                    function = node.args[0] if is_later else node.func
+                    if isinstance(function, ast.Attribute):
+                        yield _meant(function, modules)
 
 
 def _meant(node, modules):

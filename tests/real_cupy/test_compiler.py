@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from internals import accumulator, device_update, packing, rows
+from internals import device_update, packing, rows
 from on_host import array, cupy
 from package_kernels import DTYPES, optimizers_of, rule_of
 
@@ -28,11 +28,8 @@ def text(kernel, name, arguments):
             ndim = one.ndim if declared[i].raw else 1
             infos.append(_kernel._ArgInfo(ARRAY, cupy.ndarray, one.dtype, ndim, True, True))
         else:
-            infos.append(
-                _kernel._ArgInfo(
-                    SCALAR, cupy._core._scalar.CScalar, np.dtype(ins[i]), 0, True, True
-                )
-            )
+            scalar = cupy._core._scalar.CScalar, np.dtype(ins[i])
+            infos.append(_kernel._ArgInfo(SCALAR, *scalar, 0, True, True))
     infos.append(_kernel._ArgInfo(INDEXER, cupy._core._carray.Indexer, None, 1, True, True))
     return _kernel._get_elementwise_kernel_code(
         tuple(infos), types, kernel.params, kernel.operation, name, kernel.preamble
@@ -63,41 +60,30 @@ def sources():
                 texts.append(text(kernel, f"kernel_{len(texts)}", arguments))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         for combination in rows.IN_CUDA:
-            kernel = rows._kernel(combination, accumulator(dtype) != dtype)
-            texts.append(
-                text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
-            )
+            kernel = rows._kernel(combination, dtype.itemsize == 2)
+            given = [*arrays, 1, 2, 3, array((2, 2), dtype)]
+            texts.append(text(kernel, f"kernel_{len(texts)}", given))
     numbers = device_update.numbers_kernel(2)
     texts.append(text(numbers, "numbers", [1.0, 2.0, array(3, np.float64)]))
     for word in packing._WORDS:
         code = packing._kernel(word).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{word}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
-    lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(
-        spaces
-    ).splitlines()
+    lines = [f"#include <{name}>" for name in core._cupy_header_list]
+    lines += "\n".join(spaces).splitlines()
     return "\n".join(sorted(lines, key=lambda line: not line.lstrip().startswith("#include")))
 
 
 @pytest.mark.parametrize("architecture", [70, 80, 90, 100])
 def test_every_kernel_compiles(architecture):
     if architecture not in nvrtc.getSupportedArchs():
-        pytest.skip(
-            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not compile for "
-            f"sm_{architecture} any more"
-        )
-    options = (
-        *core.assemble_cupy_compiler_options(()),
-        "-ftz=true",
-        "--device-as-default-execution-space",
-    )
+        pytest.skip(f"NVRTC {nvrtc.getVersion()} does not compile for sm_{architecture} any more")
+    options = [*core.assemble_cupy_compiler_options(()), "-ftz=true"]
+    options += ["--device-as-default-execution-space", f"-arch=sm_{architecture}"]
     program = compiler._NVRTCProgram(sources(), method="cubin")
     log = io.StringIO()
-    cubin, _ = program.compile((*options, f"-arch=sm_{architecture}"), log)
+    cubin, _ = program.compile(tuple(options), log)
     assert len(cubin) > 10_000
-    said = [
-        line
-        for line in log.getvalue().strip("\0\n ").splitlines()
-        if "Architectures prior to" not in line
-    ]
-    assert said == []  # no warnings either, except about the age of the GPU
+    said = log.getvalue().strip("\0\n ").splitlines()
+    # No warnings either, except about the age of the GPU.
+    assert [line for line in said if "Architectures prior to" not in line] == []

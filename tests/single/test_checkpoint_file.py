@@ -17,7 +17,7 @@ from checkpoint_files import write_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from internals import CHECKSUM_BYTES, PART, CheckpointFile, Entry, checksum, host_parts
+from internals import CHECKSUM_BYTES, CheckpointFile, Entry, checksum
 
 KNOWN = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 KNOWN += ["float16", "bfloat16", "float32", "float64"]
@@ -37,7 +37,12 @@ def dtype_of(name):
 def write(path, arrays, metadata=FACTS, keep=None, step=None):
     entries = {name: Entry(a.dtype.name, a.dtype.itemsize, a.shape) for name, a in arrays.items()}
     write_checkpoint(
-        os.fspath(path), entries, metadata, lambda name: host_parts(arrays[name]), keep, step
+        os.fspath(path),
+        entries,
+        metadata,
+        lambda name: [arrays[name].reshape(-1).view(np.uint8)],
+        keep,
+        step,
     )
 
 
@@ -98,38 +103,23 @@ def test_what_is_written_is_read_by_us_and_by_others(tmp_path_factory, kinds, fa
     assert same(theirs, expected)
 
 
-def test_large_arrays_come_in_parts(tmp_path):
-    arrays = {"large": np.arange(2 * PART // 8 + 5), "small": np.arange(3, dtype=np.int8)}
-    write(tmp_path / "file", arrays)
-    assert same(read(tmp_path / "file")[0], arrays)
-    with CheckpointFile(os.fspath(tmp_path / "file")) as file:
-        assert [part.size for part in file.parts("large")] == [PART, PART, 40]
-
-
 def test_the_checksum_sees_what_is_old_lost_or_in_another_place():
+    page, pages = 4096, (3 * CHECKSUM_BYTES + 999) // 4096
     whole = np.random.default_rng(0).integers(0, 256, 3 * CHECKSUM_BYTES + 999, np.uint8)
-    page = 4096
-
-    def changed(change):
-        data = whole.copy()
-        change(data, data[: len(data) // page * page].reshape(-1, page))
-        return checksum(data)
-
-    def swap(a, b):
-        return lambda _, pages: pages.__setitem__([a, b], pages[[b, a]])
-
-    changes = [
-        lambda data, _: data.__setitem__(5, data[5] ^ 1),
-        lambda data, _: data.__setitem__(-1, data[-1] ^ 128),
-        lambda data, _: data.__setitem__(CHECKSUM_BYTES - 1, data[CHECKSUM_BYTES - 1] ^ 2),
-        lambda _, pages: pages.__setitem__(7, 0),
-        lambda _, pages: pages.__setitem__(7, pages[9]),
-        *[swap(0, 2**k) for k in range(9)],
-        lambda data, _: data.__setitem__(slice(None), np.roll(data, page)),
-        # The highest bit of a word in two pages, which a sum of these words would not notice.
-        lambda _, pages: pages.__setitem__(([0, 2], 7), pages[[0, 2], 7] ^ 128),
-    ]
-    assert len({checksum(whole), *map(changed, changes)}) == len(changes) + 1
+    changed = [whole]
+    for place in (-1, CHECKSUM_BYTES - 1):
+        changed.append(whole.copy())
+        changed[-1][place] ^= 128
+    orders = [{7: 9}, *({0: 2**k, 2**k: 0} for k in range(9))]  # a page twice, or two exchanged
+    for order in orders:
+        made, parts = whole.copy(), whole[: pages * page].reshape(-1, page)
+        made[: pages * page].reshape(-1, page)[[*order]] = parts[[*order.values()]]
+        changed.append(made)
+    changed.append(np.roll(whole, page))
+    # The highest bit of a word in two pages, which a sum of these words would not notice.
+    changed.append(whole.copy())
+    changed[-1][[7, 2 * page + 7]] ^= 128
+    assert len({*map(checksum, changed)}) == len(changed)
 
 
 @given(st.integers(0, 3 * CHECKSUM_BYTES), st.integers(1, 3))
@@ -151,7 +141,7 @@ def small(tmp_path):
     return tmp_path / "file"
 
 
-def test_a_change_of_any_byte_is_found(small):
+def test_a_change_of_any_byte_and_any_other_length_are_found(small):
     whole = small.read_bytes()
     for place in range(len(whole)):
         damaged = bytearray(whole)
@@ -159,22 +149,15 @@ def test_a_change_of_any_byte_is_found(small):
         small.write_bytes(damaged)
         with pytest.raises(ValueError, match=re.escape(os.fspath(small))):
             CheckpointFile(os.fspath(small))
-    small.write_bytes(whole)
-    assert same(read(small)[0], SMALL)
-
-
-def test_any_other_length_is_found(small):
-    whole = small.read_bytes()
-    for length in range(len(whole)):
-        small.write_bytes(whole[:length])
+        small.write_bytes(whole[:place])
         with pytest.raises(ValueError, match="is cut off: it has|is not a checkpoint"):
             CheckpointFile(os.fspath(small))
     small.write_bytes(whole + b"\0")
-    with pytest.raises(
-        ValueError,
-        match=f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}",
-    ):
+    facts = f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}"
+    with pytest.raises(ValueError, match=facts):
         CheckpointFile(os.fspath(small))
+    small.write_bytes(whole)
+    assert same(read(small)[0], SMALL)
 
 
 def test_a_file_that_is_something_else_is_refused(tmp_path):
@@ -224,26 +207,19 @@ def array(name="w", dtype="U8", shape=(4,), offsets=(0, 4)):
     return f'"{name}":{json.dumps({"dtype": dtype, "shape": shape, "data_offsets": offsets})}'
 
 
-def test_a_file_by_hand_is_read(tmp_path):
-    (tmp_path / "file").write_bytes(sealed(header_of(array(), step=',"step":"12"')))
-    arrays, facts, step = read(tmp_path / "file")
-    assert (arrays["w"].tobytes(), facts, step) == (b"1234", {}, 12)
-
-
 def test_what_is_damaged_is_named(small):
-    arrays = SMALL | {"v": np.arange(PART, dtype=np.int16)}
+    arrays = SMALL | {"v": np.arange(1 << 22, dtype=np.int16)}
     write(small, arrays)
     with CheckpointFile(os.fspath(small)) as file:
         places = {name: place for name, place in file._places.items() if place}
     whole = small.read_bytes()
     for name, place in places.items():
-        for at in (place.start, place.stop - 1):
-            damaged = bytearray(whole)
-            damaged[at] ^= 1
-            small.write_bytes(damaged)
-            where = f"in {name}, bytes {place.start} to {place.stop} of the file: its checksum is"
-            with pytest.raises(ValueError, match=f"is damaged {where}"):
-                CheckpointFile(os.fspath(small))
+        damaged = bytearray(whole)
+        damaged[place.stop - 1] ^= 1
+        small.write_bytes(damaged)
+        where = f"in {name}, bytes {place.start} to {place.stop} of the file: its checksum is"
+        with pytest.raises(ValueError, match=f"is damaged {where}"):
+            CheckpointFile(os.fspath(small))
     small.write_bytes(whole.replace(b"optimizer", b"optimiser"))
     with pytest.raises(ValueError, match="is damaged in its header: its checksum is"):
         CheckpointFile(os.fspath(small))
@@ -254,49 +230,25 @@ CRC = f"{zlib.crc32(b'1234'):08x}"
 LIES: dict[str, tuple[str, str]] = {
     "no facts": ("}}", "KeyError"),
     "an array behind the end": (header_of(array(offsets=(0, 8))), "not where"),
-    "an array before the begin": (header_of(array(offsets=(-4, 0))), "not where"),
-    "a shape below 0": (header_of(array(shape=(-4,))), "has shape"),
     "a shape of fractions": (header_of(array(shape=(2.0, 2))), "2.0 is not an integer"),
-    "a shape of truths": (header_of(array(shape=(True, 4))), "has shape"),
     "an unknown dtype": (header_of(array(dtype="F4")), "KeyError"),
     "a name twice": (header_of(array(), array()), "a name occurs twice"),
     "two at one place": (header_of(array(), array("v")), "not where"),
     "half of a number": (header_of(array(shape=()), dtypes='{"w":"complex64"}'), "IndexError"),
-    "an infinite shape": (header_of(array(shape=(float("inf"),))), "Infinity is not"),
     "a huge shape": (header_of(array(shape=(10**400,))), "has shape"),
     "a shape of 66 axes": (header_of(array(shape=(4, *[1] * 65))), "has shape"),
-    "an end that is no number": (header_of(array(offsets=(0, float("nan")))), "NaN is"),
     "objects that are a list": (header_of(array(), metadata="[]"), "have no names"),
-    "a number for an array": (header_of('"w":3'), "TypeError"),
     "deep lists": ("[" * 100_000, "Error"),
     "no checksum": (header_of(array(), checksums=""), "0.0 checksums of 1"),
-    "half a checksum": (header_of(array(), checksums=CRC[:4]), "0.5 checksums of 1"),
     "two checksums": (header_of(array(), checksums=2 * CRC), "2.0 checksums of 1"),
     "a wrong checksum": (header_of(array(), checksums="0" * 8), "damaged in w"),
-    "letters for a checksum": (header_of(array(), checksums="x" * 8), "invalid literal"),
     "a number for checksums": (header_of(array()).replace(f'"{CRC}"', "12345678"), "TypeError"),
 }
-for number in ("Infinity", "-Infinity", "NaN", "1e400", "3.5"):
+for number in ("Infinity", "NaN", "1e400", "3.5"):
     facts = f'{{"optimizer":{{"iterations":{number}}}}}'
     LIES[f"{number} iterations"] = header_of(array(), metadata=facts), "is not an integer"
-for step in (
-    '"9223372036854775808"',
-    '"-1"',
-    '"0x1"',
-    '" 1"',
-    '"1_0"',
-    '""',
-    r'"\u0663"',
-    "3",
-    "[]",
-):
+for step in ('"9223372036854775808"', '"-1"', '" 1"', '"1_0"', '""', r'"\u0663"', "3"):
     LIES[f"step {step}"] = header_of(array(), step=f',"step":{step}'), "its step is|TypeError"
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_file_that_lies_is_refused(tmp_path, lie):
-    header, reason = LIES[lie]
-    check_refused(tmp_path / "file", sealed(header), reason)
 
 
 def check_refused(path, content, reason):
@@ -306,15 +258,17 @@ def check_refused(path, content, reason):
     assert re.search("file is (not a checkpoint of hpcstrat|damaged in)", str(caught.value))
 
 
-def test_lengths_that_lie_are_refused(tmp_path):
+def test_a_file_that_lies_is_refused(tmp_path):
+    for header, reason in LIES.values():
+        check_refused(tmp_path / "file", sealed(header), reason)
+    (tmp_path / "file").write_bytes(sealed(header_of(array(), step=',"step":"12"')))
+    arrays, facts, step = read(tmp_path / "file")
+    assert (arrays["w"].tobytes(), facts, step) == (b"1234", {}, 12)
     right = header_of(array())
     check_refused(tmp_path / "file", sealed(right, b"12345"), "its arrays end")
     check_refused(tmp_path / "file", sealed(right, length=2**60), "would have 1152")
     check_refused(tmp_path / "file", sealed(right, length=3), "damaged in its header")
-
-
-def test_another_format_is_told(tmp_path):
-    (tmp_path / "file").write_bytes(sealed(header_of(array()), version=2))
+    (tmp_path / "file").write_bytes(sealed(right, version=2))
     said = "has format 2, but this version of hpcstrat reads format 1;"
     with pytest.raises(ValueError, match=said):
         CheckpointFile(os.fspath(tmp_path / "file"))
@@ -359,33 +313,6 @@ def links(request, monkeypatch):
     return request.param
 
 
-def with_links(other, cases):
-    """Cases of (links, another parameter)."""
-    return pytest.mark.parametrize(("links", other), cases, indirect=["links"])
-
-
-def test_an_error_while_writing_leaves_what_was_there(tmp_path):
-    write(tmp_path / "file", numbered(0), keep=2)
-    write(tmp_path / "file", numbered(1), keep=2)
-
-    def parts(name):
-        yield np.zeros(4, np.uint8)
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        write_checkpoint(
-            os.fspath(tmp_path / "file"), {"i": Entry("int64", 8, ())}, {}, parts, keep=2
-        )
-    assert states(tmp_path) == {"file": 1, "file.1": 0}
-
-
-def test_a_folder_is_not_replaced(tmp_path):
-    (tmp_path / "file").mkdir()
-    with pytest.raises(IsADirectoryError):
-        write(tmp_path / "file", numbered(0))
-    assert os.listdir(tmp_path) == ["file"]
-
-
 def test_a_link_is_followed(tmp_path):
     (tmp_path / "there").mkdir()
     path = tmp_path / "link"
@@ -408,12 +335,15 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(tmp_path):
         server.bind(os.fspath(tmp_path / "socket"))
     (tmp_path / "link").symlink_to("fifo")
     (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "folder", numbered(0))
     for name in ("fifo", "socket", "link", "null"):
         before = (tmp_path / name).stat()
         with pytest.raises(OSError, match="it is not a regular file"):
             write(tmp_path / name, numbered(0), keep=2)
         assert (tmp_path / name).stat().st_ino == before.st_ino
-    assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "null", "socket"]
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "link", "null", "socket"]
     for name in ("fifo", "link", "null"):
         with pytest.raises(
             ValueError, match="is not a checkpoint of hpcstrat: it is not a regular file"
@@ -473,7 +403,7 @@ def calls_of_a_write(path, keep):
     return len(counted)
 
 
-@with_links("mode", [(True, 0o600), (True, 0o640), (False, 0o666), (False, 0o600)])
+@pytest.mark.parametrize(("links", "mode"), [(True, 0o640), (False, 0o600)], indirect=["links"])
 def test_the_mode_stays_and_is_that_of_what_lies_beside(tmp_path, mode, links):
     path, umask = tmp_path / "file", os.umask(0o027)
 
@@ -508,7 +438,8 @@ def raising(error, at):
     return before
 
 
-@with_links("error", [(True, Killed), (False, Killed), (True, PermissionError)])
+@pytest.mark.parametrize("links", [True, False], indirect=True)
+@pytest.mark.parametrize("error", [Killed, PermissionError])
 def test_a_kill_or_an_error_at_any_call_leaves_a_whole_file(tmp_path, links, error):
     path, newest = tmp_path / "file", 5
     names = [path, *map(path.with_suffix, (".1", ".2", ".3"))]
@@ -533,17 +464,17 @@ def test_a_kill_or_an_error_at_any_call_leaves_a_whole_file(tmp_path, links, err
         assert not links or len({*again.values()}) == len(again)  # no state is kept twice
 
 
-@with_links("keep", [(True, 2), (False, 2), (True, None)])
-def test_of_two_programs_one_gets_an_error_or_the_last_one_wins(tmp_path, links, keep):
+@pytest.mark.parametrize("links", [True, False], indirect=True)
+def test_of_two_programs_one_gets_an_error_or_the_last_one_wins(tmp_path, links):
     """The second one writes its whole file before any call of the first."""
     path, found = tmp_path / "file", []
 
-    for at in range(1, calls_of_a_write(path, keep) + 1):
-        write(path, numbered(0), keep=keep)
+    for at in range(1, calls_of_a_write(path, keep=2) + 1):
+        write(path, numbered(0), keep=2)
         expected = {1, 2}
         try:
-            with watched(lambda n, at=at: n == at and write(path, numbered(2), keep=keep)):
-                write(path, numbered(1), keep=keep)
+            with watched(lambda n, at=at: n == at and write(path, numbered(2), keep=2)):
+                write(path, numbered(1), keep=2)
         except OSError as error:
             removed = "another program, which saves to it too, has removed the new file"
             assert removed in str(error) or isinstance(error, FileNotFoundError)
@@ -553,8 +484,6 @@ def test_of_two_programs_one_gets_an_error_or_the_last_one_wins(tmp_path, links,
         assert now.get("file", now.get("file.1")) in expected
         found.append((expected, now))
     both = [({1, 2}, {"file": 1, "file.1": 2}), ({2}, {"file": 2, "file.1": 0})]
-    if keep is None:
-        both = [({1, 2}, {"file": 1}), ({2}, {"file": 2})]
     assert min(map(found.count, both)) > 5  # mostly, the previous file is kept, too
 
 

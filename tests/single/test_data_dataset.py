@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import DATA_INSTEAD
 from pipelines import items
 from public_api import begins_with_a_call
 
@@ -34,10 +33,7 @@ TEN: Any = Dataset.range(10)
 STRINGS = {code: Dataset.from_tensor_slices(np.array(["a"], code)) for code in "US"}
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {  # a call, and the error's facts
     "no node": (lambda: Dataset([1, 2]), TypeError, "make one with"),
-    "batches of none": (lambda: TEN.batch(0), ValueError, "batch: batch_size is 0"),
     "negative batches": (lambda: TEN.batch(-1), ValueError, "batch: batch_size is -1"),
-    "a buffer of none": (lambda: TEN.shuffle(0), ValueError, "shuffle: buffer_size is 0; .* 1"),
-    "a negative buffer": (lambda: TEN.shuffle(-3), ValueError, "shuffle: buffer_size is -3; .* 1"),
     "all of an endless one": (
         lambda: TEN.repeat().shuffle(UNKNOWN_CARDINALITY),
         ValueError,
@@ -45,28 +41,14 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {  # a call, and the error'
     ),
     "prefetch": (lambda: TEN.prefetch(-2), ValueError, "prefetch: buffer_size is -2; .* 0"),
     "the shard behind": (lambda: TEN.shard(3, 3), ValueError, r"shard: index is 3; .*\[0, 3\)"),
-    "the shard before": (lambda: TEN.shard(3, -1), ValueError, "shard: index is -1"),
-    "no shards": (lambda: TEN.shard(0, 0), ValueError, "shard: index is 0"),
     "no function": (lambda: TEN.map(3), TypeError, "map_func is int"),
     "no calls": (lambda: TEN.map(abs, 0), ValueError, "num_parallel_calls is 0; .* at least 1"),
-    "negative calls": (lambda: TEN.map(abs, -2), ValueError, "num_parallel_calls is -2"),
-    "a list behind": (lambda: TEN.concatenate([1]), TypeError, "concatenate: list is not a Data"),
     "lengths": (
         lambda: Dataset.from_tensor_slices((np.ones(3), np.ones(4))),
         ValueError,
         r"from_tensor_slices: .*first dimension.*\[3\], \[4\]",
     ),
-    "no length": (
-        lambda: Dataset.from_tensor_slices(np.float32(1)),
-        ValueError,
-        "from_tensor_slices: .*first dimension",
-    ),
     "rows of numbers": (lambda: [*TEN.unbatch()], ValueError, "unbatch: .*first dimension"),
-    "rows of a function's numbers": (
-        lambda: [*TEN.map(lambda x: x).unbatch()],
-        ValueError,
-        "unbatch: .*first dimension",
-    ),
     "different numbers of rows": (
         lambda: [*Dataset.from_tensors((np.arange(2), np.arange(3))).unbatch()],
         ValueError,
@@ -125,12 +107,10 @@ def test_an_argument_that_is_no_number_is_named(argument):
 
 
 UNLIKE = {  # two datasets, and what is found of the second
-    "a pair": (TEN, Dataset.zip(TEN, TEN), r"\(TensorSpec"),
     "a dict": (TEN, Dataset.zip({"a": TEN}), r"\{'a': TensorSpec"),
     "another key": (Dataset.zip({"x": TEN}), Dataset.zip({"y": TEN}), r"\{'y': TensorSpec"),
     "a dtype": (TEN, Dataset.from_tensors(1.5), "dtype=float32"),
     "numbers behind strings": (STRINGS["U"], TEN, "dtype=int64"),
-    "strings behind numbers": (TEN, STRINGS["U"], "dtype=<U1|dtype=str"),
     "strings and bytes": (STRINGS["U"], STRINGS["S"], "dtype=.*S1|dtype=bytes"),
     "dimensions": (TEN, Dataset.from_tensor_slices(np.ones((2, 3), np.int64)), r"shape=\(3,\)"),
 }
@@ -184,65 +164,28 @@ def test_strings_of_different_lengths_are_alike(code):
 
 def test_cardinality():
     ten, unknown, endless = TEN, TEN.filter(bool), TEN.repeat()
-    pairs = Dataset.from_tensor_slices((np.zeros((3, 2)), np.ones((3, 2, 4))))
-    for change, expected in [
-        (lambda d: d, [10, -2, -1]),
-        (lambda d: d.batch(4), [3, -2, -1]),
-        (lambda d: d.take(3), [3, -2, 3]),
-        (lambda d: d.skip(3), [7, -2, -1]),
-        (lambda d: d.repeat(3), [30, -2, -1]),
-        (lambda d: d.shard(3, 0), [4, -2, -1]),
-        (lambda d: Dataset.zip(d, endless), [10, -2, -1]),
-        (lambda d: ten.concatenate(d), [20, -2, -1]),
-        (lambda d: d.enumerate(), [10, -2, -1]),
-    ]:
-        assert [change(d).cardinality() for d in (ten, unknown, endless)] == expected
+    assert endless.take(3).cardinality() == 3 and endless.skip(3).cardinality() == -1
+    assert Dataset.zip(ten, endless).cardinality() == 10
+    assert ten.concatenate(unknown).cardinality() == -2
     assert ten.repeat(0).cardinality() == ten.take(0).repeat().cardinality() == 0
+    pairs = Dataset.from_tensor_slices((np.zeros((3, 2)), np.ones((3, 2, 4))))
     assert len(pairs.repeat(2).unbatch()) == 12 and len(ten.batch(3, True).unbatch()) == 9
     assert ten.repeat().batch(3, True).unbatch().cardinality() == -1
-    for varying in (
-        ten.batch(3),
-        ten.batch(3, True).map(lambda x: x[1:]),
-        ten,
-        Dataset.zip(ten.batch(2, True), ten),
-    ):
+    for varying in (ten.batch(3), ten.batch(3, True).map(lambda x: x[1:]), ten):
         assert varying.unbatch().cardinality() == -2
-    assert len(ten) == 10 and unknown
     for dataset, why in (unknown, "unknown"), (endless, "infinite"):
         with pytest.raises(TypeError, match=why):
             len(dataset)
-
-
-def test_element_spec():
-    pairs = Dataset.from_tensor_slices((np.arange(5), np.ones((5, 2), np.float32)))
-    batched = pairs.batch(3)
-    assert batched.element_spec == (TensorSpec((None,), "i8"), TensorSpec((None, 2), "f4"))
-    for dataset in pairs.batch(3, True).unbatch(), pairs.shuffle(2).repeat():
-        assert dataset.element_spec == pairs.element_spec
-    assert pairs.enumerate().element_spec == (TensorSpec((), np.int64), pairs.element_spec)
-    assert Dataset.zip({"a": pairs}).element_spec == {"a": pairs.element_spec}
-    joined = pairs.batch(2).concatenate(pairs.batch(2, True))
-    assert joined.element_spec == pairs.batch(2).element_spec
-    assert pairs.take(0).map(lambda a, b: b * 2).element_spec == TensorSpec((2,), np.float32)
+    assert unknown
 
 
 def test_the_spec_of_a_function_is_that_of_its_first_result():
     called = []
-
-    def function(a, b):
-        called.append(len(a))
-        return b, b.sum(), np.ones((len(a), 3))
-
     pairs = Dataset.from_tensor_slices((np.arange(5), np.ones((5, 2), np.float32)))
-    mapped = pairs.batch(3).map(function)
-    for _ in range(2):
-        assert mapped.element_spec == (
-            TensorSpec((None, 2), np.float32),
-            TensorSpec((), np.float32),
-            TensorSpec((None, 3), np.float64),
-        )
+    mapped = pairs.batch(3).map(lambda a, b: called.append(len(a)) or (b, b.sum(), np.ones((3, 3))))
+    specs = TensorSpec((None, 2), "f4"), TensorSpec((), "f4"), TensorSpec((None, 3), "f8")
+    assert mapped.element_spec == mapped.element_spec == specs
     assert called == [3]
-    assert pairs.batch(1).map(lambda a, b: a).element_spec == TensorSpec((None,), np.int64)
 
 
 def test_an_attribute_error_in_element_spec_is_the_functions_own():
@@ -258,11 +201,8 @@ def test_an_attribute_error_in_element_spec_is_the_functions_own():
 
 
 def test_the_next_element_or_none():
-    iterator = Dataset.range(2).as_numpy_iterator()
-    assert iterator.element_spec == TensorSpec((), np.int64)
-    assert iterator.get_next() == 0
+    iterator = Dataset.range(2).skip(1).as_numpy_iterator()
     found = iterator.get_next_as_optional()
-    assert found.has_value() and found.get_value() == 1
     assert repr(found) == f"Optional({np.int64(1)!r})"
     for _ in range(2):
         nothing = iterator.get_next_as_optional()
@@ -279,14 +219,12 @@ def test_options_change_nothing():
     dataset = Dataset.range(6).shuffle(6, seed=1).batch(2)
     for policy in AutoShardPolicy:
         options.experimental_distribute.auto_shard_policy = policy
-        if policy is AutoShardPolicy.OFF:
-            with pytest.raises(
-                NotImplementedError, match=r"Dataset\.with_options: .*OFF.* split evenly"
-            ):
-                dataset.with_options(options)
-        else:
+        if policy is not AutoShardPolicy.OFF:
             other = dataset.with_options(options)
             assert repr(other) == repr(dataset) and len(other) == 3
+            continue
+        with pytest.raises(NotImplementedError, match=r"^Dataset\.with_options: .*OFF.* evenly"):
+            dataset.with_options(options)
     wrong: Any = 1
     with pytest.raises(TypeError, match="Dataset.with_options: options is int"):
         Dataset.range(3).with_options(wrong)
@@ -333,8 +271,15 @@ LINES = {
 }
 
 
+def line_of(name):
+    """What the error says to write in place of a method."""
+    with pytest.raises(AttributeError, match=f"^Dataset.{name} does not exist; write ") as caught:
+        getattr(Dataset, name)
+    return str(caught.value).partition("; write ")[2]
+
+
 def of_line(name, **names):
-    return eval(DATA_INSTEAD[name], NAMES | names)
+    return eval(line_of(name), NAMES | names)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -350,7 +295,7 @@ def test_lines_of_other_results(tmp_path):
     assert items(of_line("counter", start=3, step=2).take(3)) == [3, 5, 7]
     assert of_line("reduce", dataset=Dataset.range(5), function=operator.add, initial=10) == 20
     one = {"dataset": Dataset.from_tensors(5)}
-    exec(DATA_INSTEAD["get_single_element"], NAMES, one)
+    exec(line_of("get_single_element"), NAMES, one)
     assert one["element"] == 5
     path = tmp_path / "array.npy"
     of_line("save", dataset=Dataset.range(4).batch(2), path=path)
@@ -358,43 +303,20 @@ def test_lines_of_other_results(tmp_path):
     assert items(of_line("list_files", pattern=f"{tmp_path}/*.npy")) == [str(path)]
 
 
-def test_a_method_that_is_left_out_says_what_to_write_instead():
-    others = "save load sample_from_datasets counter reduce get_single_element list_files options"
-    assert {*LINES, *others.split()} == {*DATA_INSTEAD}
-    for name, line in DATA_INSTEAD.items():
-        facts = f"^Dataset.{name} does not exist; write {re.escape(line)}$"
-        for owner in Dataset, Dataset.range(3):
-            assert not hasattr(owner, name) and name not in dir(owner)
-            with pytest.raises(AttributeError, match=facts):
-                getattr(owner, name)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (Dataset, "misspelt"),
-        (Dataset.range(3), "misspelt"),
-        (Optional, "from_value"),
-        (Optional, "empty"),
-        (Optional, "element_spec"),
-        (Options, "merge"),
-        (InputOptions(), "even_batches"),
-    ],
-)
-def test_other_names_are_unknown(owner, name):
-    with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
-        getattr(owner, name)
+def test_names_that_are_left_out_are_unknown():
+    for name in *LINES, "options":
+        assert line_of(name) and not hasattr(Dataset, name) and name not in dir(TEN)
+    for owner in Dataset, TEN, Optional, Options, InputOptions():
+        with pytest.raises(AttributeError, match="has no attribute 'misspelt'"):
+            getattr(owner, "misspelt")  # noqa: B009
 
 
 def test_arguments_that_tensorflow_has_are_unknown():
     functions = [method for name, method in vars(Dataset).items() if not name.startswith("_")]
     functions = [function for function in functions if callable(function)]
     assert len(functions) > 20
-    for function in functions:
-        assert "name" not in inspect.signature(function).parameters, function
-    dataset: Any = Dataset
+    assert not any("name" in inspect.signature(function).parameters for function in functions)
     for call, facts in [
-        (lambda: dataset.range(4, name="numbers"), "name"),
         (lambda: TEN.cache("file"), "positional argument"),
         (lambda: InputOptions(even_batches=True), "even_batches"),  # pyright: ignore
     ]:

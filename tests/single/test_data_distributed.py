@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import Workers, distribute_dataset, distribute_from_function, reports, select
-from pipelines import attempted, shares
+from internals import Workers, distribute_dataset, distribute_from_function, select
 from public_api import begins_with_a_call
-from strategies import STRATEGIES
 from thread_ranks import Rank, on_ranks, parts
 
 import hpcstrat as hs
@@ -40,8 +38,7 @@ def identity(x):
 # ---- what ranks get
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_empty_parts_have_the_dtype_and_the_trailing_shape(size):
+def test_empty_parts_have_the_dtype_and_the_trailing_shape():
     x, y = np.ones((1, 2, 3), np.float32), np.ones(1, np.int16)
     pairs = Dataset.from_tensor_slices({"x": x, "y": (y,)})
     for make in (
@@ -51,99 +48,23 @@ def test_empty_parts_have_the_dtype_and_the_trailing_shape(size):
         lambda: [{"x": x, "y": (y,)}],
         lambda: pairs.batch(1).batch(2),
     ):
-        ((*_, last),) = parts(size, make)
+        ((*_, last),) = parts(2, make)
         inner = (1,) if last["x"].ndim == 4 else ()
         assert last["x"].shape == (0, *inner, 2, 3) and last["x"].dtype == np.float32
         assert last["y"][0].shape == (0, *inner) and last["y"][0].dtype == np.int16
-    ((*_, last),) = parts(size, lambda: lambda context: pairs.batch(1), distribute_from_function)
+    ((*_, last),) = parts(2, lambda: lambda context: pairs.batch(1), distribute_from_function)
     assert last["x"].shape == (0, 2, 3)
 
 
-def test_batches_that_a_function_makes_longer_are_split_evenly():
-    make = lambda: Dataset.range(2).batch(2).map(lambda x: np.tile(x, 3))  # noqa: E731
-    assert lists(parts(2, make)) == [[[0, 1, 0], [1, 0, 1]]]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_strings_of_different_lengths_make_a_batch(size):
-    words = ["a", "bc", "def", "g"]
-    for dataset in (
-        Dataset.range(4).map(lambda i: words[i]),
-        Dataset.from_tensor_slices(words[:1]).concatenate(Dataset.from_tensor_slices(words[1:])),
-    ):
-        assert lists(parts(size, lambda dataset=dataset: dataset.batch(4))) == [shares(words, size)]
-
-
-class Loader:
-    """Like PyTorch's: has `len`, is re-iterable, batches are lists of array-likes."""
-
-    class Tensor:
-        def __init__(self, array):
-            self.array = array
-
-        def __array__(self, dtype=None, copy=None):
-            return self.array if dtype is None else self.array.astype(dtype)
-
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        for n in (4, 3):
-            yield [self.Tensor(np.arange(n)), {"y": self.Tensor(np.ones((n, 2)))}]
-
-
-def test_any_iterable_of_batches():
-    def generated():
-        yield np.arange(5)
-        yield np.arange(2)
-
-    assert lists(parts(3, lambda: generated)) == [[[0, 1], [2, 3], [4]], [[0], [1], []]]
-    first, second = parts(2, Loader)
-    assert isinstance(first[0], list)
-    np.testing.assert_array_equal(first[1][0], [2, 3])
-    assert second[1][1]["y"].shape == (1, 2)
-
-
-class Table:
-    """Like a HuggingFace dataset: columns of Python numbers, lists and strings."""
-
-    def iter(self, batch_size):
-        for start in range(0, 5, batch_size):
-            rows = range(start, min(5, start + batch_size))
-            yield {
-                "id": list(rows),
-                "text": [f"row {row}" for row in rows],
-                "tokens": [[row, 2 * row] for row in rows],
-                "weight": [row / 2 for row in rows],
-            }
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_columns_of_python_numbers(size):
-    steps = parts(size, lambda: lambda: Table().iter(3))
-    for step, rows in zip(steps, ([0, 1, 2], [3, 4]), strict=True):
-        whole = {name: np.concatenate([part[name] for part in step]) for name in step[0]}
-        assert whole["id"].tolist() == rows
-        assert whole["text"].tolist() == [f"row {row}" for row in rows]
-        assert whole["tokens"].tolist() == [[row, 2 * row] for row in rows]
-        assert whole["weight"].dtype == np.float32
-        assert whole["weight"].tolist() == [row / 2 for row in rows]
-
-
-def test_batches_are_new_writable_and_contiguous():
-    source = np.arange(24.0).reshape(12, 2)
-    rows = Dataset.from_tensor_slices(source)
-    for make in (
-        lambda: rows.batch(6),
-        lambda: rows.shuffle(12).batch(6),
-        lambda: Dataset.from_tensors(source).batch(6).unbatch().repeat(2).unbatch().batch(6),
-        lambda: rows.map(identity).cache().batch(6),
-        lambda: [source],
-    ):
-        for size in (1, 3):
-            for part in itertools.chain(*parts(size, make)):
-                assert part.flags.writeable and part.flags.c_contiguous and part.base is None
-                assert not np.shares_memory(part, source)
+def test_columns_of_python_numbers():
+    """As those of a HuggingFace dataset."""
+    rows = [0, 1, 2]
+    table = {"text": [f"row {row}" for row in rows], "weight": [row / 2 for row in rows]}
+    table["tokens"] = [[row, 2 * row] for row in rows]
+    ((one, other),) = parts(2, lambda: lambda: iter([{"id": rows, **table}]))
+    found = {name: np.concatenate([one[name], other[name]]) for name in one}
+    assert {name: column.tolist() for name, column in found.items()} == {"id": rows, **table}
+    assert found["weight"].dtype == np.float32
 
 
 # ---- what is read, and what is communicated
@@ -158,19 +79,6 @@ def test_a_replica_calls_functions_for_its_own_elements_only():
         return called
 
     assert sorted(itertools.chain(*on_ranks(4, program))) == list(range(96))
-
-
-def test_indexed_sources_are_touched_for_the_replicas_own_rows_only():
-    def program(rank):
-        # Rows of other ranks change after the plan is known, which this rank never sees.
-        source = np.arange(12)
-        mine = [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]][rank.rank]
-        dataset = Dataset.from_tensor_slices(source).take(12).prefetch(1).cache().batch(6).repeat(1)
-        iterator = iter(distribute_dataset(dataset, rank, None))
-        source[[i for i in range(12) if i not in mine]] = -1
-        return [select(x).tolist() for x in iterator]
-
-    assert on_ranks(3, program) == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
 
 
 def test_only_user_code_makes_steps_communicate():
@@ -193,14 +101,12 @@ ONE: Any = Rank(0, threading.Barrier(1), [None])
 TEN = Dataset.range(10)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_unbatched_datasets_are_refused(size):
-    rank: Any = Rank(0, threading.Barrier(1), [None] * size)
+def test_unbatched_datasets_are_refused():
+    rank: Any = Rank(0, threading.Barrier(1), [None] * 2)
     slabs = TEN.map(lambda i: np.arange(i, i + 3))
     for unbatched in (
         TEN,
         TEN.batch(2).unbatch(),
-        TEN.batch(2).enumerate(),
         Dataset.zip((TEN, TEN.batch(2))),
         slabs,
     ):
@@ -242,15 +148,14 @@ def test_a_distributed_dataset_takes_no_more():
         distribute_from_function(TEN, ONE, None)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("make", [*STRATEGIES, hs.OneDeviceStrategy])
-def test_options_that_every_strategy_refuses(make):
+@pytest.mark.parametrize("make", [hs.MirroredStrategy, hs.OneDeviceStrategy])
+def test_options_that_strategies_refuse(make):
     strategy, dataset = make("CPU:0" if make is hs.OneDeviceStrategy else ["CPU:0"]), TEN.batch(2)
     mode = InputReplicationMode.PER_REPLICA
     placed = InputOptions(experimental_place_dataset_on_device=True)
     refused: list[Any] = [
         (InputOptions(experimental_replication_mode=mode), NotImplementedError, "PER_REPLICA"),
         (placed, ValueError, "experimental_place_dataset_on_device"),
-        (InputOptions(False, mode, True), NotImplementedError, "PER_REPLICA|place_dataset"),
         ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
     ]
     for wrong, error, text in refused:
@@ -282,33 +187,24 @@ def test_element_spec():
 
 
 @pytest.mark.filterwarnings("ignore:.*the last step has elements for only")
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_there_are_as_many_steps_as_it_says(size):
+def test_there_are_as_many_steps_as_it_says():
     def program(rank):
         for n, drops in itertools.product((0, 1, 7, 12), (False, True)):
             batches, count = Dataset.range(n).batch(2, drops), n // 2 if drops else -(-n // 2)
             for made, steps in (
                 (distribute_dataset(batches, rank, None), count),
-                (distribute_from_function(lambda _, d=batches: d, rank, None), -(-count // size)),
-                (distribute_from_function(lambda _, n=n: Dataset.range(n), rank, None), n // size),
+                (distribute_from_function(lambda _, d=batches: d, rank, None), -(-count // 2)),
             ):
                 assert made and len(made) == made.cardinality == len(list(made)) == steps
-        three = Dataset.range(3)
-        for dataset, cardinality, why in (
-            (three.batch(2).repeat(), -1, "infinite"),
-            (three.filter(lambda x: x > 0).batch(2), -2, "unknown"),
-        ):
-            made = distribute_dataset(dataset, rank, None)
-            assert made.cardinality == cardinality
+        for dataset, why in (TEN.batch(2).repeat(), "infinite"), (TEN.batch(2).filter(any), "unkn"):
             with pytest.raises(TypeError, match=rf"tribute_dataset: len\(\).*{why}"):
-                len(made)
+                len(distribute_dataset(dataset, rank, None))
 
-    on_ranks(size, program)
+    on_ranks(2, program)
 
 
 def test_contexts_and_options():
     assert InputContext(2, 1, 4).get_per_replica_batch_size(8) == 2
-    assert InputContext().get_per_replica_batch_size(0) == 0
     with pytest.raises(ValueError, match=r"global_batch_size is 7, not a multiple of 4, .* 8"):
         InputContext(2, 1, 4).get_per_replica_batch_size(7)
     assert InputOptions(None) == InputOptions(True) == InputOptions()
@@ -343,7 +239,7 @@ def warned(size, make, distribute=distribute_dataset, workers=None):
     return texts
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
     for count in range(1, 2 * size):
         texts = warned(size, lambda n=count: Dataset.range(9 * size + n).batch(9 * size))
@@ -356,19 +252,17 @@ def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
     assert warned(size, lambda: [np.arange(2 * size), np.arange(size), np.arange(0)]) == []
 
 
-@pytest.mark.parametrize(
-    ("workers", "short"), [((0, 0), None), ((0, 0, 1, 1), 0), ((0, 0, 1, 1), 1)], ids=str
-)
-def test_steps_with_batches_for_some_replicas_only_are_warned_of(workers, short):
+def test_steps_with_batches_for_some_replicas_only_are_warned_of():
     """Of two workers either may be short."""
 
-    def texts(rows):
-        make = lambda context: Dataset.range(rows(context.input_pipeline_id)).batch(2)  # noqa: E731
+    def texts(workers, *rows):
+        make = lambda context: Dataset.range(rows[context.input_pipeline_id]).batch(2)  # noqa: E731
         return warned(len(workers), lambda: make, distribute_from_function, workers)
 
-    (text,) = texts(lambda worker: 6 if short in (worker, None) else 8)
-    assert "some replicas have no elements in a step" in text
-    assert texts(lambda worker: 8) == []
+    for workers, *rows in ((0, 0), 6), ((0, 0, 1, 1), 6, 8), ((0, 0, 1, 1), 8, 6):
+        (text,) = texts(workers, *rows)
+        assert "some replicas have no elements in a step" in text
+    assert texts((0, 0, 1, 1), 8, 8) == []
 
 
 def test_scalars_that_do_not_go_round_are_left_out_with_a_warning():
@@ -395,57 +289,16 @@ def test_where_warnings_are_errors_all_ranks_raise():
         assert on_ranks(3, program) == ["raised"] * 3
 
 
-def test_a_worker_makes_its_empty_step_once_a_pass():
-    starts = []
-
-    def program(rank):
-        workers = Workers((0, 1), rank.rank)
-
-        def make(context):
-            def generator():
-                starts.append(rank.rank)
-                yield from np.eye(1 if context.input_pipeline_id else 5)
-
-            signature = TensorSpec((None,), np.float64)
-            return Dataset.from_generator(generator, output_signature=signature).map(identity)
-
-        steps = distribute_from_function(make, rank, None, workers=workers)
-        return [len(select(step)) for step in steps]
-
-    assert on_ranks(2, program) == [[5] * 5, [1, 0, 0, 0, 0]]
-    assert sorted(starts) == [0, 0, 1, 1]  # a pass, and the first element for the empty step
-
-
-def test_notes_show_with_the_error_that_ends_the_job():
-    """In Python 3.10 too, which has no notes."""
-    error = ValueError("wrong")
-    for note in ("the first", "the second", "the first"):
-        reports.add_note(error, note)
-    assert getattr(error, "__notes__", None) == ["the first", "the second"]
-    shown = reports.capture(lambda: None, error)
-    for note in ("the first\n", "the second\n"):
-        assert shown.count(note) == 1
-
-
 # ---- what fails: all ranks raise, and then end
-
-
-def joined(first, second):
-    return Dataset.from_tensor_slices(first).concatenate(Dataset.from_tensor_slices(second))
 
 
 FOUR = Dataset.range(4)
 RAGGED = {
     "mapped": (lambda: FOUR.map(lambda i: np.zeros(i // 2)), r"float64\[0\], float64\[1\]"),
-    "joined": (
-        lambda: joined(np.zeros((2, 2)), np.ones((2, 3))),
-        r"must have the same (structure, )?shape",
-    ),
     "generated": (
         lambda: Dataset.from_generator(lambda: (np.ones(n, np.int64) for n in (1, 1, 2, 2))),
         r"int64\[1\], int64\[2\]",
     ),
-    "dtypes": (lambda: FOUR.map(lambda i: i if i < 2 else 0.5), r"float32\[\], int64\[\]"),
     "structures": (
         lambda: FOUR.map(lambda i: {"a" if i < 2 else "b": i}),
         r"nests of the same structure; they are \{'a': \*\} and \{'b': \*\}",
@@ -469,43 +322,10 @@ def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind):
             next(iterator)
         return list(iterator)
 
-    for size_ in range(1, 5):
+    for size_ in range(1, 4):
         assert on_ranks(size_, program) == [[]] * size_
-
-
-def test_ragged_batches_are_refused():
     with pytest.raises(ValueError, match="first dimension"):
         parts(2, lambda: [(np.arange(3), np.arange(4))])
-
-
-def fail_on_rank_1(rank):
-    def check(x):
-        if rank.rank == 1 and np.any(x >= 4):
-            raise ZeroDivisionError
-        return x
-
-    return check
-
-
-FAILING = {
-    "map": lambda check: Dataset.range(14).map(check).batch(4),
-    "filter": lambda check: Dataset.range(14).filter(lambda x: check(x) + 1).batch(4).prefetch(1),
-    "batches": lambda check: Dataset.range(14).batch(4).map(check).prefetch(1),
-    "in threads": lambda check: Dataset.range(14).map(check, num_parallel_calls=3).batch(4),
-    "batches in threads": lambda check: Dataset.range(14).batch(4).map(check, 2).prefetch(1),
-    "generator": lambda check: Dataset.from_generator(
-        lambda: (check(x) for x in range(14)), np.int64
-    ).batch(4),
-}
-
-
-@pytest.mark.parametrize("source", FAILING)
-def test_an_error_on_one_rank_alone_is_raised_on_all(source):
-    def program(rank):
-        data = distribute_dataset(FAILING[source](fail_on_rank_1(rank)), rank, None)
-        return attempted(data, lambda step: select(step).tolist())
-
-    assert on_ranks(2, program) == [[[0, 1], "an error"], [[2, 3], "an error"]]
 
 
 def test_all_ranks_raise_if_a_worker_has_nothing_to_show_the_shapes_of_empty_steps():

@@ -13,26 +13,12 @@ def generated(n):
     return Dataset.from_generator(lambda: iter(range(n)), np.int64)
 
 
-def test_functions_run_when_an_element_is_asked_for():
-    called = []
-    dataset = Dataset.range(100).map(lambda x: called.append(int(x)) or x).shard(2, 1).skip(3)
-    assert called == []
-    iterator = iter(dataset)
-    assert next(iterator) == 7
-    assert called == [7]
-    assert items(dataset.batch(2).take(1)) == [[7, 9]]
-    assert called == [7, 7, 9]
-
-
 HUNDRED = Dataset.range(100).map(lambda x: x)
 READ = {
     "map": lambda d: d.map(lambda x: -x),
     "filter": lambda d: d.filter(lambda x: True),
-    "enumerate": lambda d: d.enumerate(),
     "zip": lambda d: Dataset.zip(d, Dataset.range(100)),
-    "zip behind": lambda d: Dataset.zip(HUNDRED, d),
     "zip with a cache": lambda d: Dataset.zip(d, HUNDRED.cache()),
-    "zip with a shuffle": lambda d: Dataset.zip(d, HUNDRED.cache().shuffle(5, seed=1)),
     "zip of joined": lambda d: Dataset.zip(d, HUNDRED.take(9).concatenate(HUNDRED)),
     "concatenate": lambda d: d.concatenate(Dataset.range(3)),
     "repeat": lambda d: d.repeat(2).take(150),
@@ -58,14 +44,6 @@ def test_a_generator_is_read_when_an_element_is_asked_for(pipeline):
     read.clear()
     next(batches)
     assert read == [0, 1, 2]
-
-
-def test_what_follows_a_source_is_read_when_its_turn_comes():
-    read = []
-    noted = Dataset.range(4).filter(lambda x: read.append(int(x)) or True)
-    iterator = iter(Dataset.range(9).concatenate(noted))
-    assert [next(iterator) for _ in range(9)] == [*range(9)] and read == []
-    assert [*iterator] == read == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("dataset", [Dataset.range(5), generated(5)], ids=["range", "generated"])
@@ -95,14 +73,6 @@ def test_a_generator_left_early_is_closed_and_begins_anew():
     assert items(dataset) == [[0, 1], [2, 3], [4]]
 
 
-def test_results_of_functions():
-    """The members of a tuple are arguments, and a list counts as a tuple."""
-    pairs = Dataset.range(10).enumerate(5)
-    assert items(pairs.map(lambda i, x: (x, [i, x])).take(1)) == [(0, [5, 0])]
-    assert items(pairs.map(lambda i, x: [i, x]).take(1)) == [(5, 0)]
-    assert items(pairs.filter(lambda i, x: i + x > 21)) == [(14, 9)]
-
-
 # ---- errors
 
 
@@ -121,46 +91,6 @@ def attempts(dataset):
     return found
 
 
-def check(x):
-    if x in (2, 5):
-        raise BAD(f"no {x}")
-    return True
-
-
-FAILING = {
-    "map": lambda: Dataset.range(7).map(lambda x: check(x) and x),
-    "map in threads": lambda: Dataset.range(7).map(lambda x: check(x) and x, 3),
-    "filter": lambda: Dataset.range(7).filter(check),
-    "generated": lambda: generated(7).map(lambda x: check(x) and x),
-}
-STAGES = {
-    "map": (lambda d: d, [0, 1, BAD]),
-    "prefetch": (lambda d: d.prefetch(4), [0, 1, BAD]),
-    "map again": (lambda d: d.map(lambda x: x + 1), [1, 2, BAD]),
-    "map again in threads": (lambda d: d.map(lambda x: x + 1, 4), [1, 2, BAD]),
-    "filter": (lambda d: d.filter(lambda x: x % 3), [1, BAD]),
-    "batch": (lambda d: d.batch(2), [[0, 1], BAD]),
-    "batches": (lambda d: d.batch(2).prefetch(1).map(lambda x: -x), [[0, -1], BAD]),
-    "batch and unbatch": (lambda d: d.batch(2).map(lambda x: x).unbatch(), [0, 1, BAD]),
-    "rows": (lambda d: d.batch(2).unbatch(), [0, 1, BAD]),
-    "take and skip": (lambda d: d.take(5).skip(1), [1, BAD]),
-    "shard": (lambda d: d.shard(2, 0), [0, BAD]),
-    "repeat": (lambda d: d.repeat(2), [0, 1, BAD]),
-    "enumerate": (lambda d: d.enumerate(), [(0, 0), (1, 1), BAD]),
-    "zip": (lambda d: Dataset.zip((d, Dataset.range(5))), [(0, 0), (1, 1), BAD]),
-    "concatenate": (lambda d: d.take(2).concatenate(d), [0, 1, 0, 1, BAD]),
-    "after a source": (lambda d: Dataset.range(3).concatenate(d.skip(2)), [0, 1, 2, BAD]),
-    "cache": (lambda d: d.cache().repeat(2), [0, 1, BAD]),
-}
-
-
-@pytest.mark.parametrize("source", FAILING)
-def test_an_error_comes_after_the_elements_before_it_and_ends_the_iteration(source):
-    for stage, (transform, expected) in STAGES.items():
-        dataset = transform(FAILING[source]())
-        assert attempts(dataset) == attempts(dataset) == expected, stage
-
-
 def test_what_failed_is_tried_again_in_the_next_pass():
     tries = []
     dataset = Dataset.range(3).map(lambda x: tries.append(x) or int(x) // (len(tries) != 2))
@@ -171,19 +101,6 @@ def test_what_failed_is_tried_again_in_the_next_pass():
     assert attempts(cached) == [0, 1, 2] and len(tries) == made
 
 
-def test_an_error_of_a_generator():
-    def numbers():
-        yield 1
-        yield 1 // 0
-
-    for dataset in (
-        Dataset.from_generator(numbers),
-        Dataset.from_generator(numbers).filter(bool).map(lambda x: x, 3),
-        Dataset.from_generator(numbers).prefetch(2),
-    ):
-        assert attempts(dataset) == attempts(dataset) == [1, BAD]
-
-
 def test_rows_that_have_no_common_number_come_after_those_that_have():
     pairs = [(np.arange(n), np.arange(m)) for n, m in [(2, 2), (1, 3), (1, 1)]]
     rows = iter(Dataset.from_generator(lambda: pairs).unbatch())
@@ -191,15 +108,6 @@ def test_rows_that_have_no_common_number_come_after_those_that_have():
     with pytest.raises(ValueError, match="first dimension"):
         next(rows)
     assert [*rows] == []
-
-
-def test_an_error_between_parts_comes_after_the_elements_of_the_first():
-    integers, floats = (Dataset.range(5).map(function) for function in (int, np.float32))
-    for both in integers.concatenate(floats), integers.concatenate(floats).cache():
-        got = []
-        with pytest.raises(TypeError, match=r"Dataset\.concatenate"):
-            got.extend(int(x) for x in both)
-        assert got == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("result", [None, np.array([True, False])])
@@ -269,10 +177,8 @@ ROWS = np.arange(4096.0).reshape(512, 8)
 KEPT = {
     "slices": lambda rows: rows,
     "shuffled": lambda rows: rows.shuffle(512, seed=0),
-    "nested": lambda rows: Dataset.zip({"x": rows, "y": (rows,)}).map(lambda d: d["x"]),
     "mapped": lambda rows: rows.map(lambda x: x),
     "unbatched": lambda rows: rows.batch(64).unbatch(),
-    "unbatched results": lambda rows: rows.batch(64).map(lambda x: x).unbatch(),
     "cached": lambda rows: rows.cache(),
     "prefetched": lambda rows: rows.prefetch(2),
 }
@@ -285,12 +191,6 @@ def test_an_element_that_is_kept_keeps_no_others(kind):
         assert owner.nbytes == row.nbytes == 64
     batch = next(iter(KEPT[kind](Dataset.from_tensor_slices(ROWS)).batch(5)))
     assert batch.base is None
-
-
-def test_a_record_that_is_kept_keeps_no_others():
-    records = np.zeros(100, [("a", np.int32), ("b", np.float64)])
-    record = next(iter(Dataset.from_tensor_slices(records)))
-    assert record.base is None or record.base.nbytes == record.nbytes == 12
 
 
 def test_a_file_larger_than_memory_stays_on_disk(tmp_path):

@@ -18,8 +18,8 @@ ROWS = np.arange(120.0).reshape(40, 3)
 class Stored:
     """A stand-in for an array in a file, which takes only slices of rows, and records them."""
 
-    def __init__(self, array, fails_at=None):
-        self.array, self.reads, self.fails_at = array, [], fails_at
+    def __init__(self, array):
+        self.array, self.reads = array, []
 
     @property
     def shape(self):
@@ -36,8 +36,6 @@ class Stored:
     def __getitem__(self, rows):
         assert type(rows) is slice and type(rows.start) is type(rows.stop) is int
         found = self.array[rows]
-        if self.fails_at is not None and self.fails_at in found:
-            raise OSError("the disk is gone")
         if found.size:
             self.reads.append((rows.start, rows.stop))
         return found
@@ -114,33 +112,14 @@ def test_ranks_compare_a_few_rows(monkeypatch):
         return stored.rows
 
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
-    for shape in ((3000,), (50, 40, 300), (2, 3)):
+    for shape in ((3000,), (50, 40, 30)):
         array = np.arange(math.prod(shape)).reshape(shape)
         for rows in on_ranks(2, lambda rank, array=array: program(rank, array)):
             assert 2 <= len(rows) <= 4 and {0, shape[0] - 1} <= {*rows}
-        for other in (array[::-1], array[..., ::-1], array + 1, array.astype(np.int32)):
-            if not np.array_equal(other, array) or other.dtype != array.dtype:
-                with pytest.raises(
-                    ReplicaMismatchError, match="(different arrays in|must make the same dataset)"
-                ):
-                    on_ranks(2, lambda rank, pair=(array, other): program(rank, pair[rank.rank]))
+        for other in (array[::-1], array[..., ::-1], array + 1):
+            with pytest.raises(ReplicaMismatchError, match="different arrays in"):
+                on_ranks(2, lambda rank, pair=(array, other): program(rank, pair[rank.rank]))
     assert on_ranks(2, lambda rank: program(rank, np.zeros((0, 3)))) == [[], []]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_read_that_fails_on_one_rank_is_raised_on_all(shuffle):
-    def program(rank):
-        stored = Stored(ROWS, fails_at=ROWS[17, 1] if rank.rank == 1 else None)
-        dataset = Dataset.from_tensor_slices(stored)
-        dataset = dataset.shuffle(1) if shuffle else dataset
-        iterator = iter(distribute_dataset(dataset.batch(10), rank, None))
-        first = select(next(iterator)).tolist()
-        with pytest.raises(OSError, match="the disk is gone"):
-            next(iterator)
-        assert next(iterator, None) is None
-        return first
-
-    assert on_ranks(2, program) == [ROWS[:5].tolist(), ROWS[5:10].tolist()]
 
 
 def test_what_is_not_an_array_of_rows_is_refused():
@@ -170,32 +149,23 @@ def test_a_series_with_labels_is_an_array_in_memory():
     assert items(Dataset.from_tensor_slices(Series())) == [2, 0, 1]
 
 
-@pytest.fixture(params=["h5py", "zarr"])
-def real(request, tmp_path):
-    """A function that writes an array to a file of the library."""
-    library = pytest.importorskip(request.param, reason=f"the arrays are those of {request.param}")
-    if request.param == "zarr":
-        return lambda array: library.array(array, chunks=(7, *array.shape[1:]))
-    return lambda array: library.File(tmp_path / f"{id(array)}.h5", "w").create_dataset(
-        "x", data=array
-    )
+@pytest.mark.parametrize("name", ["h5py", "zarr"])
+def test_arrays_of_libraries(name, tmp_path, monkeypatch):
+    library = pytest.importorskip(name, reason=f"the arrays are those of {name}")
 
+    def real(array):
+        if name == "zarr":
+            return library.array(array, chunks=(7, *array.shape[1:]))
+        return library.File(tmp_path / f"{array.ndim}.h5", "w").create_dataset("x", data=array)
 
-def test_arrays_of_libraries(real, monkeypatch):
     stored = real(ROWS)
     monkeypatch.setattr(type(stored), "__array__", Stored.__array__)
     dataset = Dataset.from_tensor_slices({"x": stored, "n": real(np.arange(40))})
-    assert dataset.element_spec == {
-        "x": TensorSpec((3,), np.float64),
-        "n": TensorSpec((), np.int64),
-    }
+    assert dataset.element_spec == {"x": TensorSpec((3,), float), "n": TensorSpec((), np.int64)}
     plain = Dataset.from_tensor_slices({"x": ROWS, "n": np.arange(40)})
-    for change in (
-        lambda d: d.batch(9),
-        lambda d: d.shuffle(40, seed=2).batch(9),
-        lambda d: d.shuffle(3, seed=2),
-    ):
-        assert items(change(dataset)) == items(change(plain))
+    for size in (40, 3):
+        shuffled = [one.shuffle(size, seed=2).batch(9) for one in (dataset, plain)]
+        assert items(shuffled[0]) == items(shuffled[1])
 
     def program(rank):
         shared = distribute_dataset(dataset.batch(10), rank, None)

@@ -1,6 +1,7 @@
 """Arrays and elements that must be equal on all ranks but differ; each rank is a thread."""
 
 import math
+import os
 import re
 
 import numpy as np
@@ -18,10 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWa
 ROWS = np.random.default_rng(0).random((2000, 3))
 
 
-def agrees(make):
-    """Whether two ranks can iterate to the end, each over the dataset it makes."""
-    on_ranks(2, lambda rank: len(list(distribute_dataset(make(rank.rank), rank, None))))
-    return True
+def distributed_rows(array, rank):
+    return distribute_dataset(slices(array).batch(2), rank, None)
 
 
 def permuted(rank, array):
@@ -32,10 +31,8 @@ slices = Dataset.from_tensor_slices
 PERMUTED = {
     "rows": lambda rank: slices(permuted(rank, ROWS)),
     "labels": lambda rank: slices({"x": ROWS, "y": permuted(rank, np.arange(2000) % 10)}),
-    "rare": lambda rank: slices(permuted(rank, np.arange(2000) % 50 == 0)),
     "one hot": lambda rank: slices(permuted(rank, np.eye(300, dtype=np.int8))),
     "strings": lambda rank: slices(permuted(rank, np.array([f"row {i}" for i in range(2000)]))),
-    "one element": lambda rank: Dataset.from_tensors(permuted(rank, ROWS)),
     "transformed": lambda rank: (
         slices(ROWS + rank).shuffle(10, seed=0).map(lambda x: x).filter(np.any)
     ),
@@ -47,10 +44,8 @@ PERMUTED = {
 @pytest.mark.parametrize("kind", PERMUTED)
 def test_another_order_on_each_rank_is_found_at_the_begin_of_each_pass(kind):
     def program(rank):
-        distributed, messages = (
-            distribute_dataset(PERMUTED[kind](rank.rank).batch(8), rank, None),
-            [],
-        )
+        messages = []
+        distributed = distribute_dataset(PERMUTED[kind](rank.rank).batch(8), rank, None)
         for _ in range(2):
             with pytest.raises(ReplicaMismatchError) as caught:
                 iter(distributed)
@@ -67,16 +62,13 @@ def test_another_order_on_each_rank_is_found_at_the_begin_of_each_pass(kind):
 
 def test_rows_of_any_size_are_told_apart():
     sample = elements.checksum_of_sample
-    for shape in ((5000,), (200, 7), (90, 40, 300), (3, 2**18), (1, 2**18)):
+    for shape in ((5000,), (90, 40, 300), (1, 2**18)):
         whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
         assert sample(whole) == sample(np.asfortranarray(whole))
-        others = [whole[::-1], whole[..., ::-1], whole + 1, whole.astype(np.float64)]
-        for place in (0, -1):  # the first and the last
-            others.append(whole.copy())
-            others[-1].reshape(-1)[place] = -1
-        for other in others:
-            is_equal = np.array_equal(other, whole) and other.dtype == whole.dtype
-            assert (sample(other) == sample(whole)) == is_equal
+        last = whole.copy()
+        last.reshape(-1)[-1] = -1
+        for other in (whole[..., ::-1], whole + 1, whole.astype(np.float64), last):
+            assert sample(other) != sample(whole)
     assert sample(np.zeros((0, 2))) != sample(np.zeros((0, 3)))
     # Objects are compared by shape and dtype.
     assert sample(np.array([object(), None])) == sample(np.array([object(), object()]))
@@ -86,27 +78,22 @@ def test_rows_of_any_size_are_told_apart():
 def test_equal_values_are_equal_whatever_lies_between_them():
     padded = np.dtype([("a", np.int8), ("b", np.float64, (2,)), ("text", "U3")], align=True)
 
-    def structured(rank):
-        raw = bytearray([rank]) * (4 * padded.itemsize)
-        array = np.frombuffer(raw, padded)
-        array["a"], array["b"], array["text"] = 1, np.nan, "abc"
+    def filled(rank, dtype, values):
+        array = np.frombuffer(bytearray([rank]) * (4 * np.dtype(dtype).itemsize), dtype)
+        array[:] = values
         return array
 
-    def extended(rank):
-        array = np.frombuffer(
-            bytearray([rank]) * (4 * np.dtype(np.longdouble).itemsize), np.longdouble
-        )
-        array[:] = [0, 1, np.nan, np.inf]
-        return array
+    def structured(rank, *row):
+        return filled(rank, padded, row or (1, np.nan, "abc"))
 
     assert structured(1).tobytes() != structured(2).tobytes()
-    for make in (structured, extended):
+    for make in (structured, lambda rank: filled(rank, np.longdouble, [0, 1, np.nan, np.inf])):
         assert elements.checksum_of(make(1)) == elements.checksum_of(make(2))
-        assert agrees(lambda rank, make=make: slices(make(rank)).batch(2))
-    for name, other in {"a": 2, "b": 0, "text": "x"}.items():
-        array = structured(1)
-        array[name][-1] = other
-        assert elements.checksum_of_sample(array) != elements.checksum_of_sample(structured(1))
+        on_ranks(2, lambda rank, make=make: [*distributed_rows(make(rank.rank), rank)])
+    for row in (2, np.nan, "abc"), (1, 0, "abc"), (1, np.nan, "x"):
+        assert elements.checksum_of_sample(structured(1, *row)) != elements.checksum_of_sample(
+            structured(1)
+        )
     nan, other_nan = (np.array(0x7FF8 << 48 | low).view(np.float64) for low in (0, 1))
     checksums = [elements.checksum_of(array) for array in (nan, nan.copy(), other_nan)]
     assert checksums[0] == checksums[1] != checksums[2]
@@ -121,36 +108,22 @@ def test_strings_that_lie_elsewhere_are_compared():
     assert elements.checksum_of(strings(1)) != elements.checksum_of(strings(1, "another"))
 
 
-def test_one_array_and_its_copies_are_equal():
-    """Two pipelines over one array on one rank, and over two equal arrays on another."""
-
-    def make(rank):
-        first = slices(ROWS)
-        return Dataset.zip((first, slices(ROWS.copy()) if rank else first)).batch(100)
-
-    assert agrees(make)
-
-
 def test_of_a_file_little_is_read(tmp_path, monkeypatch):
     def opened(name, value):
         path = tmp_path / name
-        with open(path, "wb") as file:
-            file.truncate(1 << 34)
+        path.touch()
+        os.truncate(path, 1 << 34)
         array = np.memmap(path, np.float64, "r+", shape=(1 << 17, 1 << 14))
         array[-1, -1] = value
-        return array
+        return np.asarray(array)
 
-    arrays = [opened("a", 1), opened("b", 1), opened("c", 2)]
-    taken = []
-    monkeypatch.setattr(
-        elements,
-        "_checksum_of_contents",
-        lambda array, value: taken.append(array) or hash(array.tobytes()),
-    )
+    arrays, taken = [opened("a", 1), opened("b", 1), opened("c", 2)], []
+    of_contents = lambda array, value: taken.append(array.size) or hash(array.tobytes())  # noqa: E731
+    monkeypatch.setattr(elements, "_checksum_of_contents", of_contents)
     for every in (False, True):
-        found = [elements.checksum_of_arrays([np.asarray(array)], every) for array in arrays]
+        found = [elements.checksum_of_arrays([array], every) for array in arrays]
         assert found[0] == found[1] != found[2]
-    assert sum(array.size for array in taken) < 500
+    assert sum(taken) < 500
 
 
 def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypatch):
@@ -171,35 +144,22 @@ def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypat
             on_ranks(2, lambda rank, when=when: program(rank, when))
 
 
-def test_functions_are_called_for_no_sample():
-    def program(rank):
-        """What each rank loads by itself may differ."""
-        dataset = Dataset.range(8).map(lambda i: np.full(2, 100 * rank.rank + i)).batch(4)
-        return [select(x)[:, 0].tolist() for x in distribute_dataset(dataset, rank, None)]
-
-    assert on_ranks(2, program) == [[[0, 1], [4, 5]], [[102, 103], [106, 107]]]
-
-
-@pytest.mark.parametrize("odd", [1, 2])
-def test_workers_may_have_other_arrays_and_their_ranks_may_not(odd):
-    workers = (0, 0, 1, 1)
-
+def test_workers_may_have_other_arrays_and_their_ranks_may_not():
     def make(rank):
         def dataset_fn(context):
-            return slices(np.arange(8) + 10 * context.input_pipeline_id + (rank == odd)).batch(2)
+            return slices(np.arange(8) + 10 * context.input_pipeline_id + (rank == 2)).batch(2)
 
         return dataset_fn
 
     def program(rank):
-        made = Workers(workers, rank.rank)
+        made = Workers((0, 0, 1, 1), rank.rank)
         iter(distribute_from_function(make(-1), rank, None, workers=made))
         with pytest.raises(ReplicaMismatchError, match="different arrays") as caught:
             iter(distribute_from_function(make(rank.rank), rank, None, workers=made))
         return str(caught.value)
 
     (message,) = set(on_ranks(4, program))
-    ranks = [rank for rank in range(4) if f" on rank {rank}" in message]
-    assert ranks == ([0, 1] if odd == 1 else [2, 3])
+    assert [rank for rank in range(4) if f" on rank {rank}" in message] == [2, 3]
 
 
 # ---- elements that come of user code
@@ -210,9 +170,9 @@ def shuffled(rank):
     return list(np.random.default_rng(rank).permutation(40).reshape(10, 4))
 
 
-def taken(dataset, rank, distribute=distribute_dataset):
+def taken(dataset, rank):
     """The number of steps before the error, and its text; it must be raised only once."""
-    iterator, steps = iter(distribute(dataset, rank, None)), 0
+    iterator, steps = iter(distribute_dataset(dataset, rank, None)), 0
     with pytest.raises(ReplicaMismatchError) as caught:
         for _ in iterator:
             steps += 1
@@ -226,7 +186,6 @@ def generated(rank):
 
 OTHERS = {
     "list": shuffled,
-    "function": lambda rank: lambda: iter(shuffled(rank)),
     "generator": lambda rank: generated(rank).unbatch().batch(4),
     "mapped": lambda rank: generated(rank).map(lambda x: x * 0).unbatch().batch(5),
     "dtypes": lambda rank: [np.arange(4).astype(np.int32 if rank else np.float32)],
@@ -244,13 +203,6 @@ def test_other_elements_are_an_error_on_all_ranks(kind):
     assert re.search(r"different elements up to step 0, .* \d+ on rank 0; \d+ on rank", message)
     assert "generator=torch.Generator().manual_seed(0)" in message
     assert "Do not use a DistributedSampler: every batch is split" in message
-
-
-def test_elements_that_are_dealt_out_are_compared():
-    def program(rank):
-        return taken(lambda context: shuffled(rank.rank), rank, distribute_from_function)[0]
-
-    assert on_ranks(2, program) == [0, 0]
 
 
 def test_elements_are_compared_in_every_pass_and_round():
@@ -274,16 +226,12 @@ def test_later_batches_are_compared_where_it_is_asked(monkeypatch):
     def batches(rank):  # of which the third differs
         return [np.arange(4), np.arange(4), np.arange(4) + rank.rank, np.arange(4)]
 
-    def steps(rank):
-        return len(list(distribute_dataset(batches(rank), rank, None)))
-
-    assert on_ranks(2, steps) == [4, 4]
+    on_ranks(2, lambda rank: [*distribute_dataset(batches(rank), rank, None)])
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
     assert on_ranks(2, lambda rank: taken(batches(rank), rank)[0]) == [2, 2]
 
 
-@pytest.mark.parametrize("kept_on", [(), (0,), (0, 1)])
-@pytest.mark.parametrize("check", ["0", "1"])
+@pytest.mark.parametrize(("kept_on", "check"), [((), "0"), ((0,), "0"), ((0,), "1"), ((0, 1), "1")])
 def test_elements_in_a_cache_are_compared(monkeypatch, kept_on, check):
     """Those that a cache has kept on one rank are not missed."""
     monkeypatch.setenv("HPCSTRAT_CHECK", check)

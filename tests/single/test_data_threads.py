@@ -58,29 +58,8 @@ def generated(n):
     return Dataset.from_generator(lambda: iter(range(n)), np.int64)
 
 
-MAPPED = {
-    "indexed": lambda f: Dataset.range(12).map(f, 3),
-    "generated": lambda f: generated(12).map(f, 3),
-    "batches": lambda f: Dataset.range(24).batch(2).map(f, 3),
-    "rows": lambda f: Dataset.range(12).map(f, 3).batch(2),
-    "generated rows": lambda f: generated(12).map(f, 3).batch(2),
-    "taken": lambda f: Dataset.range(20).map(f, 3).take(12),
-    "repeated and prefetched": lambda f: Dataset.range(6).map(f, 3).repeat(2).prefetch(2),
-    "after a function": lambda f: Dataset.range(12).map(lambda x: x).map(f, 3).prefetch(1),
-    "before a function": lambda f: Dataset.range(12).map(f, 3).filter(lambda x: True),
-}
-
-
-@pytest.mark.parametrize("pipeline", MAPPED)
-def test_as_many_calls_as_asked_for_run_at_once(pipeline):
-    expected = items(MAPPED[pipeline](lambda x: x))
-    together = Together(3)
-    assert items(MAPPED[pipeline](together)) == expected
-    assert together.most == 3
-
-
 ON_RANKS = {  # 16 calls on each rank
-    "rows": lambda f, size: Dataset.range(16 * size).map(f, 8).batch(2 * size),
+    "rows": lambda f, size: Dataset.range(16 * size).map(f, AUTOTUNE).batch(2 * size),
     "shuffled rows": lambda f, size: (
         generated(16 * size).shuffle(9, seed=1).map(f, 8).batch(2 * size)
     ),
@@ -108,13 +87,7 @@ def test_calls_overlap_between_batches_on_each_rank(pipeline):
         assert on_ranks(size, program) == [8] * size
 
 
-def test_autotune_is_several():
-    together = Together(8)
-    assert items(Dataset.range(16).map(together, num_parallel_calls=AUTOTUNE)) == list(range(16))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_threads_of_an_iteration_are_the_same_for_all_its_batches(size):
+def test_the_threads_of_an_iteration_are_the_same_for_all_its_batches():
     def program(rank):
         threads = set()  # keeps them, so that none has the number of another
         dataset = Dataset.range(600).map(
@@ -123,13 +96,12 @@ def test_the_threads_of_an_iteration_are_the_same_for_all_its_batches(size):
         assert len(list(distribute_dataset(dataset.batch(3), rank, None))) == 200
         return len(threads)
 
-    assert all(1 <= count <= 5 for count in on_ranks(size, program))  # with the caller
+    assert all(1 <= count <= 5 for count in on_ranks(2, program))  # with the caller
 
 
 AHEAD = {  # the elements of a step, and the pipeline
     "elements": (1, lambda data, f: data.map(f, 4)),
     "rows": (5, lambda data, f: data.map(f, 4).batch(5)),
-    "a function before": (5, lambda data, f: data.map(lambda x: x).map(f, 4).batch(5)),
     "a function after": (1, lambda data, f: data.map(f, 4).map(lambda x: x)),
     "filtered": (1, lambda data, f: data.map(f, 4).filter(lambda x: True)),
     "zipped": (1, lambda data, f: Dataset.zip(data.map(f, 4), data)),
@@ -149,25 +121,6 @@ def test_no_more_calls_are_begun_than_asked_for(pipeline):
             assert taken * count <= len(called) <= taken * count + 4
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_no_more_batches_are_read_than_asked_for(size):
-    def program(rank):
-        called, read = [], []
-
-        def numbers():
-            for x in range(100):
-                read.append(x)
-                yield x
-
-        dataset = Dataset.from_generator(numbers, np.int64).batch(5)
-        dataset = dataset.map(lambda x: called.append(x) or x, 3)
-        for taken, _ in enumerate(distribute_dataset(dataset, rank, None), start=1):
-            assert len(called) <= taken + 3 and len(read) <= 5 * (taken + 3)
-        return len(called), len(read)
-
-    assert on_ranks(size, program) == [(20, 100)] * size
-
-
 def test_the_order_is_kept_whatever_the_pace():
     """Each call waits for the next call."""
     done = [threading.Event() for _ in range(9)]
@@ -185,19 +138,8 @@ def test_without_a_number_one_call_runs_at_a_time():
     together = Together(1)
     assert items(Dataset.range(6).map(together).batch(2).prefetch(2)) == [[0, 1], [2, 3], [4, 5]]
     assert together.most == 1
-    names = set()
-    list(Dataset.range(3).map(lambda x: names.add(threading.current_thread()) or x))
-    assert names == {threading.current_thread()}
-
-
-def test_a_function_that_is_not_to_run_in_threads_does_not():
-    """Next to a function that runs in threads."""
-    alone, together = Together(1), Together(3)
-    dataset = Dataset.range(12).map(together, num_parallel_calls=3).map(alone)
-    assert items(dataset.prefetch(2)) == list(range(12))
-    dataset = Dataset.range(12).map(alone).map(Together(3), num_parallel_calls=3)
-    assert items(dataset.prefetch(2)) == list(range(12))
-    assert alone.most == 1
+    seen = items(Dataset.range(3).map(lambda x: threading.get_ident()))
+    assert {*seen} == {threading.get_ident()}
 
 
 # ---- prefetch
@@ -217,17 +159,13 @@ def test_elements_are_prepared_ahead_of_their_use(size):
 
 def test_no_more_are_prepared_than_asked_for():
     made, are_ready = [], threading.Event()
-    iterator = iter(
-        Dataset.range(10)
-        .map(lambda x: made.append(x) or (x == 2 and are_ready.set()) or x)
-        .prefetch(2)
-    )
+    dataset = Dataset.range(10).map(lambda x: made.append(x) or (x == 2 and are_ready.set()) or x)
+    iterator = iter(dataset.prefetch(2))
     assert next(iterator) == 0
     assert are_ready.wait(SECONDS)
     for thread in input_threads():
         thread.join(0.05)  # long enough to prepare many more
-    assert len(made) <= 1 + 2 + 1
-    assert not items(Dataset.range(3).prefetch(0).skip(3)) and made == sorted(made)
+    assert len(made) <= 1 + 2 + 1 and made == sorted(made)
 
 
 def test_an_interrupt_of_a_generator_comes_when_its_turn_comes():

@@ -88,22 +88,11 @@ def test_the_librarys_own(dtype):
 
 FORMULAS = {
     "slots that change places": (lambda w, g, a, b, *, rate: (w - rate * g, b + 1, a), "ab"),
-    "old slots that change places": (lambda w, g, a, b: (w, np.where(w > 0, g, a), b), "ab"),
     "a slot that becomes the value": (lambda w, g, a, *, rate: (w - rate * g, w), "a"),
-    "slots in a circle": (lambda w, g, a, b: (a, b, w), "ab"),
-    "one result for all": (lambda w, g, a: (w + g, w + g), "a"),
     "what was before stays in use": (lambda w, g, a: ((w + g) * w - a, a + g * w), "a"),
     "nothing changes": (lambda w, g, a: (w, a), "a"),
     "the gradient itself": (lambda w, g: g, ""),
-    "the gradient as value and slot": (lambda w, g, a: (g, g), "a"),
     "choices": (lambda w, g, a: (np.where(w < g, w - a, w + a), np.where(a >= 0, g, -g)), "a"),
-    "equal or not": (
-        lambda w, g, *, rate: (
-            w - np.where(g == 0, rate, np.where(g != w, g, 2)) * np.where(w == g, w, 3)
-        ),
-        "",
-    ),
-    "a condition in use twice": (lambda w, g: np.where(w > 0, g, w) + np.where(w <= 0, g, w), ""),
     "functions": (
         lambda w, g: np.sign(g) * np.sqrt(np.abs(w)) + np.maximum(w, 0.5) - np.minimum(g, w * g),
         "",
@@ -128,63 +117,29 @@ def test_any_formula(dtype):
     check(lambda: Choosing(0.5), dtype)
 
 
-CC = shutil.which("cc")
-QUICK = [
-    (np.float32, "Adam"),
-    (np.float64, "choices"),
-    (np.float32, "RMSprop, centered, with momentum"),
-    (np.float64, "clipped norms"),
-    (np.float32, "clipped values, and decay"),
-]
-
-
-@pytest.mark.skipif(CC is None, reason="there is no C compiler")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 @pytest.mark.parametrize(
-    ("dtype", "name"), QUICK, ids=lambda value: getattr(value, "__name__", value)
+    ("dtype", "name"),
+    [
+        ("float64", "choices"),
+        ("float32", "RMSprop, centered, with momentum"),
+        ("float64", "clipped norms"),
+        ("float32", "clipped values, and decay"),
+    ],
 )
-def test_a_loop_gives_the_same_bits(tmp_path, monkeypatch, dtype, name):
-    compiler, noted = tmp_path / "cc", tmp_path / "noted"
-    compiler.write_text(f'#!/bin/sh\necho started >>{noted}\nexec {CC} "$@"\n')
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(compiled, "_loops", {})  # of other tests
-    check_loop(monkeypatch, np.dtype(dtype), name)
-    assert noted.read_text() == "started\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CC is None, reason="there is no C compiler")
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_every_loop_gives_the_same_bits(monkeypatch, dtype):
-    for name in optimizers_of(dtype):
-        check_loop(monkeypatch, dtype, name)
-
-
-def check_loop(monkeypatch, dtype, name):
-    make = optimizers_of(dtype)[name]
+def test_a_loop_gives_the_same_bits(monkeypatch, dtype, name):
+    make = optimizers_of(np.dtype(dtype))[name]
     if "norm" in name:  # which would all be nan
-        random = np.random.default_rng(0)
-        arrays = random.standard_normal((4, 100_003)).astype(dtype)
+        arrays = np.random.default_rng(0).standard_normal((4, 100_003)).astype(dtype)
     else:
-        arrays = [np.resize(numbers(dtype, seed), 100_003) for seed in range(4)]
+        arrays = [np.resize(numbers(np.dtype(dtype), seed), 100_003) for seed in range(4)]
+    made, real = [], compiled.loops
+    monkeypatch.setattr(compiled, "loops", lambda *of: made.append(real(*of)) or made[-1])
     found = by_the_optimizer(make(), arrays[0], arrays[1:])
-    with monkeypatch.context() as patch:
-        patch.setenv("HPCSTRAT_COMPILE", "0")
-        expected = by_the_optimizer(make(), arrays[0], arrays[1:])
-    for one, other in zip(found, expected, strict=True):
+    assert any(made)
+    monkeypatch.setenv("HPCSTRAT_COMPILE", "0")
+    for one, other in zip(found, by_the_optimizer(make(), arrays[0], arrays[1:]), strict=True):
         same_bits(one, other)
-
-
-def test_slots_that_only_change_places():
-    class Swapping(hs.optimizers.Optimizer):
-        slots = {"a": 1.0, "b": 2.0}
-
-        @staticmethod
-        def formula(value, gradient, a, b, *, rate):
-            return value - rate * gradient * a, b, a
-
-    found = by_the_optimizer(Swapping(1.0), np.zeros(3), 3 * [np.ones(3)])
-    assert [one.tolist() for one in found] == [[-4.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
 def test_an_option_is_another_formula():
@@ -229,10 +184,6 @@ def test_numbers_may_change_their_kind_and_in_place():
     assert found == [1, 3, 1, 3, 2, 10, 11, 15, 16]
 
 
-def test_a_formula_takes_numbers_and_returns_one():
-    assert hs.optimizers.SGD.formula(5.0, 2.0, **numbers_of(hs.optimizers.SGD(0.5), 1)) == 4.0
-
-
 def uses_if(w, g):
     return w - g if g > 0 else w
 
@@ -245,21 +196,14 @@ REFUSED = {
     "if": (uses_if, "numpy.where"),
     "if of numbers": (compares_a_number, "numbers"),
     "in": (lambda w, g: w - g * (g in (1.0, 2.0)), "numpy.where"),
-    "in of numbers": (lambda w, g, *, step: w - g * (step in (1, 2)), "numbers"),
-    "in a set": (lambda w, g, *, step: w - g * (step in {1, 2}), "numbers"),
-    "in a dictionary": (lambda w, g, *, step: w - g * {1: 0.1}.get(step, 1.0), "numbers"),
     "and": (lambda w, g: np.where(w > 0 and g > 0, w, g), "numpy.where"),
     "bool": (lambda w, g: w - g * bool(g), "numpy.where"),
     "float": (lambda w, g: w - float(g), ""),
-    "int of a number": (lambda w, g, *, step: w - g * int(step), "numbers"),
     "exp": (lambda w, g: w - np.exp(g), "exp"),
     "a power": (lambda w, g: w - g**3, "numpy.power"),
     "a power of a number": (lambda w, g, *, step: w - g * 0.5**step, "numbers"),
     "a sum of numbers": (lambda w, g, *, rate: w - (1 - rate) * g, "numbers"),
-    "a root of a number": (lambda w, g, *, rate: w - np.sqrt(rate) * g, "numbers"),
     "a sum": (lambda w, g: w - np.sum(g), "numpy.sum"),
-    "a norm": (lambda w, g: w - np.linalg.norm(g) * g, "norm"),
-    "a reduction": (lambda w, g: w - np.add.reduce(g), "reduce"),
     "an array": (lambda w, g: w - np.ones(3), "ndarray"),
     "a text": (lambda w, g: w - "1", "str"),
     "a condition as a number": (lambda w, g: w - (g > 0), "condition"),

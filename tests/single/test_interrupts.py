@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -14,7 +13,9 @@ import hpcstrat as hs
 from hpcstrat.data import Dataset
 
 # Python loses an exception in a generator that it closes.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file"
+)
 
 # Python calls a signal's handler after an instruction of these.
 CALLS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
@@ -120,49 +121,6 @@ def test_no_element_is_lost(pipeline, is_distributed):
     at_each_moment(attempt)
 
 
-def test_the_end_of_an_iteration_stays_one():
-    def attempt(interrupt):
-        iterator = iter(PIPELINES["function"]())
-        assert len([*iterator]) == 4
-        with interrupt:
-            next(iterator, None)
-        assert next(iterator, None) is None
-
-    at_each_moment(attempt)
-
-
-def test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=3):
-    strategy = hs.CentralStorageStrategy()
-
-    def attempt(interrupt):
-        with strategy.scope():
-            variables = [hs.Variable(np.zeros(3)), hs.Variable(np.zeros(2))]
-            optimizer = hs.optimizers.SGD(1.0)
-        buffers = optimizer.gradient_buffers(variables)
-
-        def step():
-            for buffer in buffers:
-                buffer[...] = -1.0
-            optimizer.apply_gradients(zip(buffers, variables, strict=True))
-
-        def steps_done():
-            (value,) = {*np.concatenate([v.numpy() for v in variables])}
-            return value
-
-        with interrupt:
-            strategy.run(step)
-        try:
-            done = steps_done()
-        except RuntimeError as error:
-            assert "an exception interrupted SGD.apply_gradients" in str(error)
-            return
-        assert done in (0, 1)
-        strategy.run(step)
-        assert steps_done() == done + 1
-
-    at_each_moment(attempt, every)
-
-
 @pytest.fixture
 def saves(tmp_path, monkeypatch):
     """A variable, its checkpoint, and two paths."""
@@ -171,21 +129,21 @@ def saves(tmp_path, monkeypatch):
     return w, hs.checkpoint.Checkpoint(w=w), tmp_path / "first", tmp_path / "second"
 
 
-def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=False, every=3):
+def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves):
     w, checkpoint, first, second = saves
 
     def attempt(interrupt):
         first.unlink(missing_ok=True)
         w.assign(np.zeros(1000))
         with interrupt:
-            checkpoint.save(first, blocking=blocking)
+            checkpoint.save(first, blocking=False)
         w.assign(np.ones(1000))
         try:
-            checkpoint.save(second, blocking=blocking)
+            checkpoint.save(second, blocking=False)
         except OSError as error:
             assert re.search("of .*/first: it was interrupted .* nothing was saved", str(error))
             assert not first.exists()
-            checkpoint.save(second, blocking=blocking)
+            checkpoint.save(second, blocking=False)
         checkpoint.sync()
         if first.exists():
             checkpoint.restore(first)
@@ -194,40 +152,78 @@ def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocki
         assert w.numpy().all()
         assert {path.name for path in first.parent.iterdir()} <= {"first", "second"}
 
+    at_each_moment(attempt, every=3)
+
+
+# ---- updates: no half of one is read
+
+START = np.arange(100_000, dtype=np.float32)
+STEP = np.ones_like(START)
+
+
+class Model:
+    def __init__(self):
+        self.strategy = hs.CentralStorageStrategy()
+        with self.strategy.scope():
+            self.v = hs.Variable(START, name="v", aggregation="SUM")
+            self.optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+        self.apply(0 * STEP)
+        self.checkpoint = hs.checkpoint.Checkpoint(v=self.v, optimizer=self.optimizer)
+
+    def apply(self, gradient):
+        self.strategy.run(lambda: self.optimizer.apply_gradients([(gradient, self.v)]))
+
+
+def from_a_buffer(model):
+    (buffer,) = model.optimizer.gradient_buffers([model.v])
+    buffer[...] = STEP
+    model.apply(buffer)
+
+
+def rows(model):
+    model.apply(hs.IndexedSlices(STEP[:10], np.arange(10), START.shape))
+
+
+UPDATES = {  # a call, the values after it, the steps done then, and the distance of moments
+    "apply_gradients": (lambda model: model.apply(STEP), START - 1, 2, 7),
+    "from a buffer": (from_a_buffer, START - 1, 2, 7),
+    "rows": (rows, START - (np.arange(len(START)) < 10), 2, 11),
+    "assign": (lambda model: model.v.assign(-START), -START, 1, 3),
+    "assign_add": (lambda model: model.v.assign_add(STEP), START + 1, 1, 3),
+    "restore": (lambda model: model.checkpoint.restore("saved"), START - 2, 2, 17),
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
+    call, after, steps, every = UPDATES[name]
+    monkeypatch.chdir(tmp_path)
+    saved, found = Model(), set()
+    saved.apply(2 * STEP)
+    saved.checkpoint.save("saved")
+
+    def attempt(interrupt):
+        model = Model()
+        with interrupt:
+            call(model)
+        try:
+            values, done = model.v.numpy(), model.optimizer.iterations
+        except RuntimeError as error:
+            assert "an exception interrupted" in str(error)
+            for use in (
+                lambda: model.v + 1,
+                lambda: model.v[0],
+                lambda: model.v.assign(START),
+                lambda: model.apply(STEP),
+                lambda: model.checkpoint.save("interrupted"),
+            ):
+                with pytest.raises(RuntimeError, match="an exception interrupted"):
+                    use()
+            found.add("interrupted")
+            return
+        is_done = done == steps and (values == after).all()
+        assert is_done or (done == 1 and (values == START).all())
+        found.add(is_done)
+
     at_each_moment(attempt, every)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_save_at_every_moment(saves, blocking):
-    test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking, every=1)
-
-
-@pytest.mark.slow
-def test_an_update_at_every_moment():
-    test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=1)
-
-
-def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):
-    w, checkpoint, first, second = saves
-    start, may_write = threading.Thread.start, threading.Event()
-
-    def start_and_raise(thread):
-        start(thread)
-        monkeypatch.setattr(threading.Thread, "start", start)
-        raise KeyboardInterrupt
-
-    def write_late(*arguments, pwrite=os.pwrite):
-        may_write.wait(30)
-        return pwrite(*arguments)
-
-    monkeypatch.setattr("os.pwrite", write_late)
-    monkeypatch.setattr(threading.Thread, "start", start_and_raise)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(first, blocking=False)
-    threading.Timer(0.2, may_write.set).start()
-    w.assign(np.ones(1000))
-    checkpoint.save(second, blocking=False)
-    assert first.exists()
-    checkpoint.restore(first)
-    assert not w.numpy().any()
+    assert found == {"interrupted", False, True}

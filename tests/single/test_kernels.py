@@ -1,7 +1,9 @@
 """The GPU kernels, run on the host, compared with the same operations on NumPy arrays."""
 
+import contextlib
 import functools
 import itertools
+import re
 import types
 from typing import Any
 
@@ -11,19 +13,15 @@ import pytest
 from internals import (
     ElementRange,
     Shard,
-    accumulator,
     device_update,
     gpu,
     layout,
     packing,
-    round_up,
     rows,
     slabs,
 )
-from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
+from kernels_on_host import ElementwiseKernel, Fault, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of, rule_of
-
-from hpcstrat.optimizers import SGD
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
@@ -63,6 +61,11 @@ class OnHost(np.ndarray):
         if isinstance(key, int) and self.ndim == 1:
             return super().__getitem__(slice(key, key + 1)).reshape(())
         return super().__getitem__(key)
+
+
+def accumulator(dtype):
+    """What numbers are added in."""
+    return np.dtype(np.float32) if dtype.itemsize == 2 else dtype
 
 
 COMBINATIONS = {np.add: np.add, None: lambda total, next: next}
@@ -128,7 +131,7 @@ def update(optimizer, step, values, gradients, slots=()):
         elements = ElementRange(0, value.size)
         message = elements.bytes(value.itemsize).shift(place)
         shards.append(Shard(i, value.dtype, elements, message, ()))
-        place = round_up(place + value.nbytes, slabs.GPU_ALIGNMENT)
+        place += -(-value.nbytes // slabs.GPU_ALIGNMENT) * slabs.GPU_ALIGNMENT
     message = np.full(place, 0xFF, np.uint8).view(OnHost)  # NaN between the variables
     for shard, gradient in zip(shards, gradients, strict=True):
         message[shard.message.slice] = gradient.view(np.uint8)
@@ -184,29 +187,10 @@ def test_an_update_is_what_the_operations_give(cupy, dtype):
             check_equal(one, other, scale, ulps)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
-def test_norms_of_several_variables(cupy, clip, dtype):
-    """Of elements, and not of what is between them in the message."""
-    random = np.random.default_rng(3)
-    gradients = [random.standard_normal(size).astype(dtype) for size in (3, 0, 65, 40_001)]
-    squares = np.array([(abs(one.astype(np.complex128)) ** 2).sum() for one in gradients])
-    if clip == "global_clipnorm":
-        squares[:] = squares.sum()
-    values = [np.zeros_like(gradient) for gradient in gradients]
-    limits: Any = {clip: 3.0}
-    update(SGD(1.0, **limits), 1, values, gradients)
-    for value, gradient, square in zip(values, gradients, squares, strict=True):
-        expected = -gradient.astype(np.complex128) * min(1.0, 3.0 / np.sqrt(square or 1.0))
-        eps = 4 * float(ml_dtypes.finfo(dtype).eps)
-        np.testing.assert_allclose(value.astype(np.complex128), expected, rtol=eps, atol=1e-7)
-
-
 # ---- packing
 
 
 SHAPES = {
-    "one": [(3, 5)],
     "none has elements": [(0,), (2, 0)],
     "of all sizes": [(), (0,), (3, 5), (70_001,), (1,), (2, 3, 4)],
     "as many as one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES)],
@@ -281,3 +265,42 @@ def test_rows_are_combined_one_after_the_other(cupy, dtype):
                 np.testing.assert_array_equal(
                     found.astype(wide), expected.astype(dtype).astype(wide)
                 )
+
+
+# ---- what a kernel must not do is found
+
+CHANCE = "which comes first is chance"
+OUTSIDE = "8 bytes at an address that is outside of what its arguments say"
+THREADS = {
+    "atomicAdd(&y[0], x)": None,
+    "y[i] = x; y[i] += y[i]": None,
+    "double own[4] = {}; own[i % 4] = x; own[(int)x % 4] += 1; y[i] = own[(int)x % 3]": None,
+    "if (i) atomicAdd(&y[0], y[i])": None,
+    "y[0] += x": f"thread 1 reads word 0 of y, which thread 0 writes: {CHANCE}",
+    "y[i / 2] = x": f"thread 1 writes word 0 of y, which thread 0 writes: {CHANCE}",
+    "y[i] = x; x = y[7 - i]": f"thread 4 writes word 4 of y, which thread 3 reads: {CHANCE}",
+    # the same memory
+    "y[i] = z[i + 1]": f"thread 1 writes word 1 of y, which thread 0 reads: {CHANCE}",
+    "atomicAdd(&y[0], x); x = y[0]": "thread 1 adds by an atomic operation to word 0 of y, which thread 0 writes",
+    "atomicAdd(&y[i % 2], x); if (i == 6) x = y[1]": "thread 6 reads word 1 of y, which another thread adds by an atomic",
+    "y[i + 1] = x": f"thread 7 writes {OUTSIDE}",
+    "x = z[-i]": f"thread 1 reads {OUTSIDE}",
+    "y[i] = *(double*)((char*)&z[0] + 4)": "thread 0 reads 8 bytes at an address that is not a multiple of them",
+}
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """The kernels of `THREADS`, compiled in one run of the compiler."""
+    parameters = "raw float64 z", "float64 x, raw float64 y"
+    made = {text: ElementwiseKernel(*parameters, text) for text in THREADS}
+    compile_together([(one, (np.dtype(np.float64),) * 3) for one in made.values()])
+    return made
+
+
+@pytest.mark.parametrize("operation", THREADS)
+def test_threads_meet_by_atomic_operations_only(threads, operation):
+    y, fault = np.zeros(8), THREADS[operation]
+    expects = pytest.raises(Fault, match=re.escape(fault)) if fault else contextlib.nullcontext()
+    with expects:
+        threads[operation](y, np.arange(8.0), y)

@@ -1,8 +1,6 @@
 """Which launcher started this process, told from its environment alone."""
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -49,16 +47,13 @@ LAUNCHERS = {
     "none": ({}, None),
     "a batch script": (BATCH_SCRIPT, None),
     "the step of a batch script": (STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)}, None),
-    "no step": ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "1"}, None),
     "no values": ({"PMI_SIZE": "", "OMPI_COMM_WORLD_SIZE": ""}, None),
     "Open MPI": (OPEN_MPI | OF_PRRTE, ("mpirun of Open MPI", 3, 4, 1, 2)),
     "Open MPI, the size alone": ({"OMPI_COMM_WORLD_SIZE": "2"}, ("mpirun of Open MPI", 0, 2)),
     "MPICH": (HYDRA | {"PMI_FD": "9"}, ("mpirun of MPICH", 2, 3, 0, 1)),
-    "MPICH, Intel MPI there": (HYDRA | {"I_MPI_ROOT": "/opt"}, ("mpirun of MPICH", 2, 3, 0, 1)),
     "Intel MPI": (HYDRA | {"I_MPI_MPIRUN": "mpirun"}, ("mpirun of Intel MPI", 2, 3, 0, 1)),
     "srun": (STEP, ("srun", 5, 8, 1, 2)),
     "srun, a node of one": (STEP | {"SLURM_NODEID": "3"}, ("srun", 5, 8, 1, 1)),
-    "srun, no such node": (STEP | {"SLURM_NODEID": "9"}, ("srun", 5, 8, 1)),
     "srun, a number for each node": (STEP | {TASKS: "4,1,2"}, ("srun", 5, 8, 1, 2)),
     "srun, PMI": (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8"}, ("srun", 5, 8, 1, 2)),
     "srun, PMIx": (STEP | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "s.7"}, ("srun", 5, 8, 1, 2)),
@@ -92,6 +87,7 @@ def test_a_launcher_is_told_by_its_variables(environment, variables, expected):
         (OPEN_MPI, "OMPI_COMM_WORLD_RANK", ["4", "1e400", " 1"]),
         (OF_PRRTE, "PMIX_RANK", ["all"]),
         ({"PMI_RANK": "0"}, "PMI_SIZE", ["many"]),
+        ({"PMI_SIZE": "0"}, "PMI_RANK", ["0"]),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -104,22 +100,6 @@ def test_what_no_launcher_sets_is_named(environment, variables, name, values):
         ) as caught:
             launchers.find()
         assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
-
-
-def test_no_rank_is_negative(environment):
-    environment({"PMI_SIZE": "0", "PMI_RANK": "0"})
-    with pytest.raises(RuntimeError, match="^the environment variable PMI_RANK is"):
-        launchers.find()
-
-
-def test_a_program_whose_rank_is_no_number_ends_at_the_import():
-    command = [sys.executable, "-c", "import hpcstrat"]
-    variables = os.environ | {"PMI_RANK": "x", "PMI_SIZE": "2"}
-    found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].startswith(
-        "RuntimeError: the environment variable PMI_RANK is 'x'; it must be a number from 0 up"
-    )
 
 
 def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment, monkeypatch):

@@ -66,12 +66,6 @@ def rank(monkeypatch):
     return Rank(monkeypatch)
 
 
-def in_thread(function, *arguments, name=None):
-    thread = threading.Thread(target=function, args=arguments, name=name)
-    thread.start()
-    thread.join()
-
-
 @pytest.mark.parametrize(
     ("number", "mode", "shown"),
     [
@@ -100,7 +94,9 @@ def test_whole_lines_arrive(rank):
     rank.install(0)
     print("a", "b")
     print("unfinished ", end="")
-    in_thread(print, "c", "d")
+    thread = threading.Thread(target=print, args=("c", "d"))
+    thread.start()
+    thread.join()
     print("line\nb ", end="")
     print("c\nd", end="")
     print("\r1 of 2", end="")  # a progress bar does not wait for a line
@@ -109,25 +105,6 @@ def test_whole_lines_arrive(rank):
     assert rank.pieces.pieces == lines
     sys.stdout.flush()
     assert rank.pieces.pieces[len(lines) :] == [b"last"]
-
-
-def test_part_of_a_line_is_not_lost_when_the_context_ends(rank):
-    rank.install(1)
-    rank.is_replica = lambda: True
-    print("no end of line", end="")
-    rank.is_replica = lambda: False
-    assert rank.shown() == "no end of line"
-
-
-def test_a_thread_counts_as_the_top_level_unless_it_enters_a_context(rank):
-    """Also one that a replica function starts."""
-    rank.install(1)
-    replicas = threading.current_thread().name, "replica"
-    rank.is_replica = lambda: threading.current_thread().name in replicas
-    in_thread(print, "hidden")
-    in_thread(print, "shown", name="replica")
-    print("too")
-    assert rank.shown() == "shown\ntoo\n"
 
 
 def test_one_rank_has_pythons_own_streams_and_hooks(monkeypatch):
@@ -152,19 +129,6 @@ def test_odd_streams(rank, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     output.install(launchers.Launcher("mpirun", 1, 2), lambda: False)
     print("nowhere")
-
-
-def test_all_else_of_a_stream_stays(rank):
-    stream = rank.install(1)
-    assert (sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.closed) == ("utf-8", False, False)
-    with pytest.raises(TypeError):
-        sys.stdout.write(4)  # pyright: ignore[reportArgumentType]
-    again = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", write_through=True)
-    again.write("hidden")
-    assert rank.shown() == ""
-    with sys.stdout as same:
-        assert same is sys.stdout
-    assert stream.closed
 
 
 def test_standard_error(rank):

@@ -53,14 +53,6 @@ def test_a_log_gets_lines_at_the_start_and_the_end(written):
     assert b"| 3/3 [" in last and last.endswith(b"\n")
 
 
-def test_a_log_gets_a_line_for_each_state(written):
-    """Without what moves the cursor, as where bars are nested."""
-    lines = written(os.pipe, mininterval=0, miniters=1, position=1).splitlines()
-    shown = [line.rpartition(b"| ")[2].split(b" ")[0] for line in lines]
-    assert shown == [b"0/3", b"1/3", b"2/3", b"3/3", b"3/3"]  # the last is that of the end
-    assert not any(byte in b"".join(lines) for byte in (b"\r", b"\x1b"))
-
-
 def test_a_terminal_gets_the_bar_and_arguments_win(written, monkeypatch):
     shown = written(pty.openpty)
     assert b"3/3" in shown and b"\r" in shown

@@ -44,13 +44,6 @@ def test_a_foreign_name_says_what_to_write_instead(name):
     assert found
 
 
-@pytest.mark.parametrize("name", ["DatasetSpec", "assert_cardinality", "flat_map", "misspelt"])
-def test_what_the_module_of_datasets_has_not(name):
-    assert not hasattr(hs.data, name) and name not in hs.data.__all__
-    with pytest.raises(AttributeError, match=rf"hpcstrat\.data.*{name}"):
-        getattr(hs.data, name)
-
-
 def test_names_show_as_programs_write_them():
     shown = [hs.Variable, hs.data.Dataset, hs.optimizers.Adam, hs.compat.v1.MirroredStrategy]
     names = ["Variable", "data.Dataset", "optimizers.Adam", "compat.v1.MirroredStrategy"]
@@ -95,21 +88,10 @@ def test_modules_are_imported_late_and_older_names_warn_once_a_process():
 # ---- the rules for the places and names of files
 
 
-def is_private(folder):
-    return any(part.startswith("_") for part in folder.relative_to(PACKAGE).parts)
-
-
 def test_the_root_has_the_public_door_alone():
     public = {"__init__.py", "__main__.py", "losses.py", "torch.py"}
     private = {"_start.py", "_info.py", "_program.py", "_run.py"}
     assert {path.name for path in PACKAGE.glob("*.py")} == public | private
-
-
-def test_a_folder_is_public_or_private_as_a_whole():
-    """A public folder is imported through its `__init__` only, so each other file is `_x.py`."""
-    inside = [path for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"]
-    assert [path for path in inside if path.name.startswith("_") == is_private(path.parent)] == []
-    assert {path.parent for path in inside if not (path.parent / "__init__.py").exists()} == set()
 
 
 def test_a_class_name_is_unique():
