@@ -30,9 +30,7 @@ REFUSED = [
     (np.array(["a"]), MIN, "cannot be reduced"),
     (np.zeros(2, [("a", "f4")]), SUM, "cannot be reduced"),
     (np.array([True]), SUM, "SUM of bool is not .*; bool takes MIN, MAX: .* x.astype.np.int64"),
-    (np.array([True]), MEAN, "MEAN of bool is not defined"),
     (np.array([1j]), MAX, "MAX of complex128 is not defined; complex128 takes SUM, MEAN"),
-    (np.array([1j], np.complex64), MIN, "MIN of complex64 is not defined"),
 ]
 
 
@@ -95,7 +93,6 @@ def broadcast(size, root=0):
 # What most ranks call, and what one calls; and what the error says of each.
 DISAGREEMENTS = {
     "shape": (reduce((3, 4)), reduce((3, 5)), "float64 of shape (3, 4)", "float64 of shape (3, 5)"),
-    "dimensions": (reduce(3), reduce((1, 3)), "(3,)", "(1, 3)"),
     "size": (reduce(3), reduce(50_000), "(3,)", "(50000,)"),
     "large": (reduce(50_000), reduce(50_001), "(50000,)", "(50001,)"),
     "dtype": (reduce(3), reduce(3, dtype="f4"), "float64 of shape (3,)", "float32 of shape (3,)"),
@@ -109,12 +106,7 @@ DISAGREEMENTS = {
     "op": (reduce(3), reduce(3, op=MAX), "call(SUM", "call(MAX"),
     "count": (reduce(3), reduce(3, 3), " of float64 of shape (3,), at", "(3,), float64 of"),
     "call": (reduce(3, call="even"), reduce(3, call="odd"), "even(SUM", "odd(SUM"),
-    "verb": (
-        gather(9000, call="meet"),
-        lambda c, xp: named("pause", c.barrier),
-        "meet(axis=0",
-        "pause()",
-    ),
+    "verb": (gather(9, call="meet"), lambda c, xp: named("stop", c.barrier), "meet(ax", "stop()"),
     "object": (
         reduce(3),
         lambda c, xp: named("tell", c.all_gather_obj, xp.ones(9000)),
@@ -157,22 +149,13 @@ def test_ranks_that_disagree(communicator, place):
 
 
 @several_ranks
-def test_every_rank_makes_another_call(communicator, place):
-    with pytest.raises(ReplicaMismatchError) as caught:
-        named(f"call number {communicator.rank}", communicator.barrier)
-    for rank in range(min(communicator.size, 8)):  # of more, some are shown
-        assert f"rank {rank}: call number {rank}()" in str(caught.value)
-    works(communicator, place)
-
-
-@several_ranks
 def test_shapes_that_cannot_be_gathered_are_all_named(communicator, place):
     xp = place.xp
     for unit in (1, 5000):
         message = "some_call: shapes may differ along axis 0 only"
         with pytest.raises(ReplicaMismatchError, match=message) as caught:
             communicator.all_gather([xp.ones((2, unit * (communicator.rank + 1)))], 0)
-        for rank in range(min(communicator.size, 8)):
+        for rank in range(min(communicator.size, 8)):  # of more, some are shown
             assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
         with pytest.raises(ReplicaMismatchError, match="some_call") as caught:
             communicator.all_gather([xp.ones(unit) if communicator.rank else xp.ones((unit, 1))], 0)
@@ -192,13 +175,11 @@ class Strange(Exception):
 
 
 ERRORS = [  # of one rank, and what the others raise
-    (ValueError("a value"), ValueError),
     (Special("special"), ValueError),
     (Strange("strange"), RuntimeError),
     (KeyError("key"), KeyError),
     (MemoryError("full"), MemoryError),
     (ReplicaMismatchError("differs"), ReplicaMismatchError),
-    (NotImplementedError("not yet"), NotImplementedError),
     (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), UnicodeError),
 ]
 
@@ -248,9 +229,6 @@ def test_a_joint_block_around_another_and_around_a_call(communicator, place):
             communicator.all_reduce(
                 [place.xp.ones(3, bool if communicator.rank == 0 else np.int32)], SUM
             )
-    with pytest.raises(ReplicaMismatchError):
-        with communicator.raise_together():
-            named("one" if communicator.rank else "other", communicator.barrier)
     if communicator.size > 2:  # one that fails, and two whose calls differ
         with pytest.raises(ValueError, match="mine"):
             with communicator.raise_together():
@@ -262,15 +240,12 @@ def test_a_joint_block_around_another_and_around_a_call(communicator, place):
 
 def test_an_array_for_which_there_is_no_memory(communicator, place):
     huge = place.xp.broadcast_to(place.xp.asarray(np.float32(1)), (10**14,))
-    calls = {"all_reduce": lambda x: communicator.all_reduce([x], SUM)}
-    if not isinstance(communicator, hosts.HostsCommunicator):  # there it ends the job
-        calls["all_gather"] = lambda x: communicator.all_gather([x], 0)
-    for name, call in calls.items():
-        with pytest.raises(MemoryError):
-            call(huge)
+    small = place.xp.ones(3, np.float32)
+    for odd in (communicator.rank, *range(communicator.size)):  # all ranks, or one of them
+        mine = huge if communicator.rank == odd else small
+        with pytest.raises((MemoryError, ReplicaMismatchError)):
+            communicator.all_reduce([mine], SUM)
+        if not isinstance(communicator, hosts.HostsCommunicator):  # there it ends the job
+            with pytest.raises(MemoryError):
+                communicator.all_gather([mine], 0)
         works(communicator, place)
-        for rank in range(communicator.size):  # one rank only; the others have something small
-            errors = (MemoryError, *[ReplicaMismatchError] * (name == "all_reduce"))
-            with pytest.raises(errors):
-                call(huge if communicator.rank == rank else place.xp.ones(3, np.float32))
-            works(communicator, place)
