@@ -15,21 +15,15 @@ pytestmark = MARKS
 RANKS = pytest.mark.parametrize("ranks", [range(N), [N - 1]], ids=["all", "last"])
 
 
-def error_of(call):
-    """The error that a call raises, and its text with its notes."""
-    with pytest.raises((RuntimeError, TypeError, MemoryError, OSError)) as caught:
-        call()
-    notes = getattr(caught.value, "__notes__", ())
-    return caught.value, "\n".join([str(caught.value), *notes])
-
-
 def check_refused(mirrored, step, args, state, said, calls=3):
     """The third call raises, or an earlier one; then the state is as before, and so on."""
     for _ in range(calls - 1):
         mirrored.run(step, args=args)
     before = state()
     for _ in range(2):
-        _, text = error_of(lambda: mirrored.run(step, args=args))
+        with pytest.raises((RuntimeError, TypeError, MemoryError, OSError)) as caught:
+            mirrored.run(step, args=args)
+        text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         assert "hs.function" in text and said in text, text
         check_equal(state(), before)
     assert captured(step) == 0
