@@ -170,17 +170,6 @@ def test_objects_whose_method_is_decorated(mirrored):
     assert [one() is None for one in dead] == [True] * 2 + [False] * function.MOST_KINDS
 
 
-def test_a_function_that_is_dropped(mirrored):
-    """Its graphs may be in flight, and go with the strategy at the latest."""
-    xp = mirrored.xp
-    for i in range(2):
-        step, x = hs.function(lambda x, i=i: x + i), xp.ones(1000)
-        results = [mirrored.run(step, args=(x,)) for _ in range(6)]
-        del step
-        junk = poison(mirrored)
-        assert all(set(own(one)) == {1.0 + i} for one in results) and junk
-
-
 def test_arrays_in_a_circle(mirrored):
     """They do not outlive the function, though Python has not collected them yet."""
 

@@ -197,18 +197,3 @@ def test_updates_of_slices(strategy, xp):
             for v in variables:
                 expected = -SUM * steps * (steps + 1) / 2 * pattern(v.shape, np.float64)
                 np.testing.assert_array_equal(v.numpy(), expected.astype(v.dtype), strict=True)
-
-
-def test_rows_that_ranks_share_out(strategy, xp):
-    """Of each rank other rows, and one of all ranks; an empty gradient of the last."""
-    for count in (0, 1, 1009):
-        v = hs.Variable(np.zeros((count + N, 3)))
-        rows = np.arange(count) + RANK if RANK < N - 1 or N == 1 else np.arange(0)
-        gradient = hs.IndexedSlices(xp.ones((rows.size, 3)), xp.asarray(rows), v.shape)
-        optimizer = hs.optimizers.SGD(1.0)
-        for _ in range(2):
-            strategy.run(lambda o=optimizer, pair=(gradient, v): o.apply_gradients([pair]))
-        expected = np.zeros(v.shape)
-        for rank in range(max(N - 1, 1)):
-            expected[rank : rank + count] -= 2
-        assert v.numpy().tolist() == expected.tolist()
