@@ -173,7 +173,7 @@ def test_nan_wins_and_all_ranks_have_the_same_bits(ordered, op):
             numbers = ~np.isnan(expected)
             assert not np.isnan(found[numbers]).any() and np.isnan(found[~numbers]).all()
             assert found[numbers].tobytes() == expected[numbers].astype(found.dtype).tobytes()
-            assert transports.have_the_same_bits([found])
+            assert len(set(transports.COMM.allgather(found.tobytes()))) == 1
 
 
 def test_results_are_fresh(communicator, place):
@@ -186,12 +186,9 @@ def test_results_are_fresh(communicator, place):
     ]:
         first = call(arrays)
         copies = [array.copy() for array in first]
-        for array in first:
-            assert array.flags.c_contiguous
-            assert not any(xp.may_share_memory(array, one) for one in arrays)
         second = call([array + 1 for array in arrays])
         for one, copy, other in zip(first, copies, second, strict=True):
-            assert (one == copy).all()
+            assert one.flags.c_contiguous and (one == copy).all()
             one[...] = -1
             assert (other == copy + more).all()
         assert (arrays[0] == rank).all() and (arrays[1] == rank).all()
@@ -359,10 +356,10 @@ def test_mailboxes_grow_and_stay():
     transport: Any = type(connect())
     communicator = transport(comm.Dup())
     for size in [*range(20, 31), 3000, 25, 6000, 100_000, 7]:
-        parts = [values((size,), FLOAT, rank) for rank in range(communicator.size)]
+        parts = [values((size,), FLOAT, rank) for rank in range(comm.size)]
         for _ in range(3):  # records alternate
-            check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))
-        check(communicator.all_gather([parts[communicator.rank]], 0)[0], np.concatenate(parts))
+            check(communicator.all_reduce([parts[comm.rank]], SUM)[0], sum(parts))
+        check(communicator.all_gather([parts[comm.rank]], 0)[0], np.concatenate(parts))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -71,18 +71,6 @@ def test_broadcast_from_every_root(strategy, xp):
     assert type(results[0]) is xp.ndarray and (results[0] == 1).all()
 
 
-def test_broadcast_of_a_variable(strategy, xp):
-    with strategy.scope():
-        v = hs.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
-
-    def replica():
-        v.assign(xp.asarray([RANK, 2.0]))
-        v.assign(context().broadcast(v, N - 1))
-        return v.value()
-
-    assert inside(strategy, replica) == [N - 1, 2]
-
-
 SCANS = {"SUM": np.sum, "MIN": np.min, "MAX": np.max}
 NEUTRAL = {  # of SUM, MIN and MAX
     "int8": (0, 127, -128),

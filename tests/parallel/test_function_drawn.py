@@ -191,6 +191,6 @@ def test_with_and_without(place, seed):
 
 
 @pytest.mark.slow
-def test_many_with_and_without(place):
-    for seed in range(3, 30):
-        test_with_and_without(place, seed)
+@pytest.mark.parametrize("seed", range(3, 30))
+def test_more_with_and_without(place, seed):
+    test_with_and_without(place, seed)

@@ -20,11 +20,10 @@ integer, floating, number = _np.integer, _np.floating, _np.number
 globals().update(_functions.ufuncs | _functions.reductions)
 for _name in (
     "matmul dot outer empty zeros ones full empty_like zeros_like ones_like "
-    "full_like arange linspace eye array asarray ascontiguousarray asfortranarray asnumpy copyto "
+    "full_like arange eye array asarray ascontiguousarray asfortranarray asnumpy copyto "
     "broadcast_to reshape transpose ravel concatenate stack "
-    "repeat tile roll diff where clip nonzero flatnonzero unique argsort sort searchsorted take "
-    "take_along_axis may_share_memory shares_memory array_equal allclose size shape ndim "
-    "result_type can_cast from_dlpack"
+    "repeat roll diff where clip nonzero flatnonzero argsort sort take "
+    "may_share_memory shares_memory array_equal allclose size shape ndim from_dlpack"
 ).split():
     globals()[_name] = getattr(_functions, _name)
 
