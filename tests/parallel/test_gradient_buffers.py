@@ -201,36 +201,19 @@ class Model:
 @pytest.mark.parametrize("size", [3, 20_000])
 def test_in_another_order_views_and_one_for_all(everywhere, size):
     """Each gradient is then copied to where another gradient is."""
-    model = Model(*[size] * 3)
+    model, other = Model(*[size] * 3), Model(size)
     a, b, c = model.buffers
+    (of_other,) = other.buffers
     for gradients, change in [
         ([a, b, c[::-1]], [1, 2, 3]),
         ([b, c, a], [2, 3, 1]),
         ([c, a[:], b[::-1]], [3, 1, 2]),
         ([a.reshape(-1), b[::-1], c[:]], [1, 2, 3]),
         ([b, b, b], [2, 2, 2]),
+        ([a, of_other, c], [1, 10, 3]),
     ]:
-        everywhere.run(lambda given=gradients: (model.write(), model.apply(given)))
+        everywhere.run(lambda given=gradients: (model.write(), other.write(10), model.apply(given)))
         model.check(change)
-
-
-def test_buffers_of_other_variables(everywhere):
-    """Of the same shapes."""
-    one, other = Model(300, 7), Model(300, 7)
-
-    def step():
-        other.write(10)
-        one.apply(other.buffers)
-        one.write()
-        other.write(10)
-        other.apply([one.buffers[0], other.buffers[1]])
-        one.write()
-        one.apply()
-
-    for _ in range(2):
-        everywhere.run(step)
-        one.check([11, 22])
-        other.check([1, 20])
 
 
 def test_some_of_them_and_rows_beside_them(everywhere):

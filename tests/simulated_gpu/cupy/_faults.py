@@ -51,7 +51,7 @@ def _rank():
 
 
 def _wanted(text):
-    """(kind -> (number, value)) of this rank's faults."""
+
     wanted = {}
     for one in filter(None, text.split(",")):
         what, *numbers = one.split(":")

@@ -6,10 +6,7 @@ from . import _faults, _streams
 
 
 class Captured(list):
-    """The work enqueued on a stream, in order: functions without arguments.
-
-    Unlike a list it can be weakly referenced.
-    """
+    """The work enqueued on a stream, in order: functions without arguments."""
 
     __slots__ = ("__weakref__", "is_spoilt")
 
