@@ -10,7 +10,7 @@ from ._memory import pool as _pool
 
 __version__ = "14.2.0"
 is_simulated = True
-"""Whether this is the simulation. Not in CuPy."""
+
 
 inf, nan, pi, e, newaxis = _np.inf, _np.nan, _np.pi, _np.e, None
 for _name in "bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 intp float16 float32 float64 complex64 complex128".split():

@@ -575,10 +575,7 @@ for _name, _method in {
 
 
 def dispatched_ufunc(numpys, method, inputs, kwargs):
-    """See `ndarray.__array_ufunc__`.
-
-    It accepts every argument that has `__cuda_array_interface__`.
-    """
+    """See `ndarray.__array_ufunc__`: of all that has `__cuda_array_interface__`."""
     import cupy
 
     out = kwargs.pop("out", None)

@@ -20,8 +20,7 @@ def operand(value):
 def launch(function, *operands, out=None, reads_out=False, also_writes=()):
     """Calls `function` with the operands' elements as NumPy arrays, on the current stream.
 
-    It returns an array or a number, or a tuple of them; with `out`, which is returned, it writes to
-    its argument `out`.
+    It returns an array, a number or a tuple of them, or writes to its argument `out`.
     """
     queue = _streams.current_queue()
     queue.start()

@@ -60,7 +60,7 @@ def used(device):
 
 
 def _allocated(size, device):
-    # Small blocks are not checked: to sum all blocks takes time.
+
     is_full = size > CAPACITY >> 8 and size > CAPACITY - used(device)
     if is_full or _faults.value("out-of-memory", "allocations", lasts=True) is not None:
         raise _faults.CUDARuntimeError(2)

@@ -10,6 +10,7 @@ Device = _streams.Device
 Stream = _streams.Stream
 Event = _streams.Event
 get_current_stream = _streams.get_current_stream
+get_elapsed_time = _streams.get_elapsed_time
 Memory = _memory.Memory
 MemoryPointer = _memory.MemoryPointer
 MemoryPool = _memory.MemoryPool
