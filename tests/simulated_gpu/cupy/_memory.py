@@ -228,7 +228,6 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def using_allocator(allocator=None):
-    """CuPy's: this thread's new arrays use this allocator."""
     before, _thread.allocator = getattr(_thread, "allocator", None), allocator
     try:
         yield
@@ -237,5 +236,4 @@ def using_allocator(allocator=None):
 
 
 def allocate(size):
-    """Memory for a new array."""
     return (getattr(_thread, "allocator", None) or pool.malloc)(size)
