@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 import transports
 from internals import call_named, connect, hosts, worlds
-from transports import ARITHMETIC, COMM, MAX, MEAN, MIN, OPERATIONS, SUM, check, has, kind, values
+from transports import ARITHMETIC, MAX, MEAN, MIN, OPERATIONS, SUM, check, has, kind, values
 
 from hpcstrat import asnumpy
 
 FLOAT = np.dtype(np.float64)
-EDGES = [
-    edge + step
-    for power in range(4, 17)
-    for edge in (2**power, 3 * 2 ** (power - 1))
-    for step in (-1, 0, 1)
-]
+EDGES = [2**power + step for power in range(4, 17) for step in (-1, 0, 1)]
 """Sizes beside those at which a transport may take another way."""
 
 communicator = ordered = transports.communicator
@@ -28,15 +23,6 @@ communicator = ordered = transports.communicator
 def pytest_generate_tests(metafunc):
     names = {"communicator": transports.HOST + transports.DEVICE, "ordered": transports.HOST}
     transports.parametrize(metafunc, names)
-
-
-def test_connect_gives_the_transport_of_one_host():
-    assert not isinstance(connect(), hosts.HostsCommunicator)
-    assert connect() is connect()
-    assert (connect().rank, connect().size) == (COMM.rank, COMM.size)
-
-
-# ---- all_reduce
 
 
 @pytest.mark.parametrize("op", ARITHMETIC)
@@ -75,11 +61,10 @@ def test_sums_of_float32_are_in_one_order_on_every_rank(ordered):
             assert found.tobytes() == (total / np.float32(n)).tobytes(), size
 
 
-@pytest.mark.parametrize(("name", "big"), [("float16", 2048), ("bfloat16", 256)])
-def test_16_bit_floats_are_summed_in_float32(ordered, name, big):
+def test_16_bit_floats_are_summed_in_float32(ordered):
     """In float16 2048 + 1 is 2048, and 60000 + 60000 is inf; in bfloat16 256 + 1 is 256."""
     n = ordered.size
-    for size in (4, 40_000):
+    for size, (name, big) in itertools.product((4, 40_000), [("float16", 2048), ("bfloat16", 256)]):
         mine = np.full(size, 1 if ordered.rank else big).astype(kind(name))
         for op, total in [(SUM, big + n - 1), (MEAN, (big + n - 1) / n)]:
             expected = np.full(size, np.float32(total)).astype(kind(name))
@@ -118,31 +103,25 @@ def test_any_layout(communicator, place):
     check(communicator.all_reduce([spread], SUM)[0], np.full((100, 90), n * (n + 1) / 2), xp)
 
 
-def test_no_arrays(communicator):
-    assert communicator.all_reduce([], SUM) == []
-    assert communicator.all_gather([], 0) == []
-    assert communicator.broadcast([], 0) == []
-    assert communicator.all_to_all([], []) == []
-
-
-@pytest.mark.parametrize("count", [1, 389])
-def test_hundreds_of_arrays_in_one_call(communicator, place, count):
+def test_hundreds_of_arrays_in_one_call(communicator, place):
     """Of two dtypes in turn, of 0 to 6 elements, with one large array that is not contiguous."""
 
     def arrays(rank):
-        whole = [np.arange(i % 7) * (rank + 1) + i for i in range(count)]
-        whole[count // 2] = np.arange(8000).reshape(80, 100) * (rank + 1)
+        whole = [np.arange(i % 7) * (rank + 1) + i for i in range(389)]
+        whole[200] = np.arange(8000).reshape(80, 100) * (rank + 1)
         return [one.astype((np.float32, np.int64)[i % 2]) for i, one in enumerate(whole)]
 
     everyones = [arrays(rank) for rank in range(communicator.size)]
     mine = [place.xp.asarray(one) for one in everyones[communicator.rank]]
-    mine[count // 2] = mine[count // 2].T
+    mine[200] = mine[200].T
     for one, *parts in zip(communicator.all_reduce(mine, SUM), *everyones, strict=True):
         check(one, np.sum(parts, 0).T, place.xp)
     some = [one for one in mine if one.ndim == 1]
     everyones = [[one for one in whole if one.ndim == 1] for whole in everyones]
     for one, *parts in zip(communicator.all_gather(some, 0), *everyones, strict=True):
         check(one, np.concatenate(parts), place.xp)
+    assert communicator.all_reduce([], SUM) == communicator.all_gather([], 0) == []
+    assert communicator.broadcast([], 0) == communicator.all_to_all([], []) == []
 
 
 def test_integers_wrap_round_and_are_exact(communicator, place):
@@ -158,20 +137,15 @@ def test_integers_wrap_round_and_are_exact(communicator, place):
     assert found.tolist() == [2**64 - n]
 
 
-def test_nan_and_inf_come_through(communicator, place):
-    """An overflow is no exception of one rank; the last element is in the last rank's slice."""
-    n, xp = communicator.size, place.xp
-    for op in (SUM, MEAN):
-        mine = xp.full(9_000, np.nan if communicator.rank == n - 1 else 0.0)
-        assert xp.isnan(communicator.all_reduce([mine], op)[0]).all()
-    for size, (name, large) in itertools.product(
-        (10, 40_000), [("float16", 60_000), ("float32", 3e38)]
-    ):
-        mine = xp.zeros(size, name)
+def test_an_overflow_is_inf_and_no_exception_of_one_rank(communicator, place):
+    """The last element is in the last rank's slice."""
+    cases = itertools.product((10, 40_000), [("float16", 60_000), ("float32", 3e38)])
+    for size, (name, large) in cases:
+        mine = place.xp.zeros(size, name)
         mine[-1] = large
         with np.errstate(all="raise"):
             (found,) = communicator.all_reduce([mine], SUM)
-        assert found[-1] == (np.inf if n > 1 else mine[-1])
+        assert found[-1] == (np.inf if communicator.size > 1 else mine[-1])
         assert not found[:-1].any()
 
 
@@ -199,7 +173,7 @@ def test_nan_wins_and_all_ranks_have_the_same_bits(ordered, op):
             numbers = ~np.isnan(expected)
             assert not np.isnan(found[numbers]).any() and np.isnan(found[~numbers]).all()
             assert found[numbers].tobytes() == expected[numbers].astype(found.dtype).tobytes()
-            assert transports.have_the_same_bits([found])
+            assert len(set(transports.COMM.allgather(found.tobytes()))) == 1
 
 
 def test_results_are_fresh(communicator, place):
@@ -212,38 +186,28 @@ def test_results_are_fresh(communicator, place):
     ]:
         first = call(arrays)
         copies = [array.copy() for array in first]
-        for array in first:
-            assert array.flags.c_contiguous
-            assert not any(xp.may_share_memory(array, one) for one in arrays)
         second = call([array + 1 for array in arrays])
         for one, copy, other in zip(first, copies, second, strict=True):
-            assert (one == copy).all()
+            assert one.flags.c_contiguous and (one == copy).all()
             one[...] = -1
             assert (other == copy + more).all()
         assert (arrays[0] == rank).all() and (arrays[1] == rank).all()
 
 
-# ---- all_gather
-
-
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_all_gather_of_uneven_sizes(communicator, place, axis):
+def test_all_gather_of_uneven_sizes(communicator, place):
     """Rank 1 of several has nothing; with small units only some messages fit in a record."""
     kinds = [kind(name) for name in OPERATIONS if has(place.xp, kind(name))]
 
-    def arrays(rank, unit):
+    def arrays(rank, unit, axis):
         shape = [2, 3, 4]
         shape[axis] = 0 if rank == 1 else unit * (rank + 1)
         return [values(tuple(shape), dtype, rank) for dtype in kinds]
 
-    for unit in (1, 3, 40):
-        everyones = [arrays(rank, unit) for rank in range(communicator.size)]
+    for unit, axis in [(1, 0), (3, -1), (40, 1)]:
+        everyones = [arrays(rank, unit, axis) for rank in range(communicator.size)]
         mine = [place.xp.asarray(one) for one in everyones[communicator.rank]]
         for found, *parts in zip(communicator.all_gather(mine, axis), *everyones, strict=True):
             check(found, np.concatenate(parts, axis), place.xp)
-
-
-# ---- broadcast and all_to_all
 
 
 def test_broadcast_from_every_root(communicator, place):
@@ -261,18 +225,33 @@ def test_broadcast_from_every_root(communicator, place):
     check(found, values((20, 30), FLOAT, communicator.size - 1)[::2, ::-1].T, xp)
 
 
-PATTERNS = {
-    "each to each": lambda source, target: True,
-    "to the next": lambda source, target: target == source + 1,
-    "to the first": lambda source, target: target == 0,
-    "to no other": lambda source, target: target == source,
-    "to nobody": lambda source, target: False,
-}
-SENT = {
-    "equal": lambda source, target: (4, 3),
-    "small": lambda source, target: (source * target, 2),
-    "large": lambda source, target: (9000 * source,),
-}
+PATTERNS = (  # whether a rank sends to another
+    lambda source, target: True,
+    lambda source, target: target == source + 1,
+    lambda source, target: target == 0,
+    lambda source, target: False,
+)
+SHAPES = (
+    lambda source, target: (source * target, 2),
+    lambda source, target: (9000 * source,),
+)
+
+
+def test_all_to_all(communicator, place):
+    for shape_of, reaches in itertools.product(SHAPES, PATTERNS):
+        kinds = [
+            ("float32", shape_of),
+            ("int8", lambda source, target: ()),
+            ("complex128", lambda source, target: (target, source + 1)),
+        ]
+        exchanged(communicator, place.xp, kinds, reaches)
+    rank, n, xp = communicator.rank, communicator.size, place.xp
+    whole = xp.asarray(values((6, n), FLOAT, rank))  # views
+    found = communicator.all_to_all(
+        [(r, whole[::-2, r]) for r in range(n)], [(r, whole) for r in range(n)]
+    )
+    for r in range(n):
+        check(found[r], values((6, n), FLOAT, r)[::-2, rank], xp)
 
 
 def exchanged(communicator, xp, kinds, reaches):
@@ -294,31 +273,10 @@ def exchanged(communicator, xp, kinds, reaches):
         one[...] = 0  # writable
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_all_to_all(communicator, place, pattern):
-    for shape_of in SENT.values():
-        kinds = [
-            ("float32", shape_of),
-            ("int8", lambda source, target: ()),
-            ("complex128", lambda source, target: (target, source + 1)),
-        ]
-        exchanged(communicator, place.xp, kinds, PATTERNS[pattern])
-
-
-def test_all_to_all_of_views(communicator, place):
-    rank, n, xp = communicator.rank, communicator.size, place.xp
-    whole = xp.asarray(values((6, n), FLOAT, rank))
-    found = communicator.all_to_all(
-        [(r, whole[::-2, r]) for r in range(n)], [(r, whole) for r in range(n)]
-    )
-    for r in range(n):
-        check(found[r], values((6, n), FLOAT, r)[::-2, rank], xp)
-
-
 def test_calls_in_turn(communicator, place):
     """A fast rank may be one call ahead of a slow rank that still reads."""
     rank, n, xp = communicator.rank, communicator.size, place.xp
-    for step in range(40):
+    for step in range(15):
         size = [5, 3000, 20, 9000, 40_000][step % 5]
         mine = xp.full(size, 10.0 * step + rank)
         everyones = [10.0 * step + r for r in range(n)]
@@ -337,75 +295,48 @@ def test_calls_in_turn(communicator, place):
 # ---- objects
 
 
-class Pair:
-    def __init__(self, first, second):
-        self.first, self.second = first, second
-
-
 def treasure(rank):
     return {
         "rank": rank,
         "text": "é" * rank,
-        "none": None,
         "arrays": [
             np.arange(rank),
             np.zeros((0, 3)),
             np.array(rank),
             np.full((300, 20), rank, order="F"),
             np.arange(20.0 * (rank + 1)).reshape(-1, 4)[:, ::2],
+            np.broadcast_to(rank, (5, 5)),
             np.full(50_000 * rank, rank, np.uint8),
         ],
-        "object": Pair((rank,), types.SimpleNamespace(rank=np.float32(rank))),
+        "object": types.SimpleNamespace(first=(rank,), second=np.float32(rank)),
     }
 
 
 def check_treasure(found, rank):
+    """Arrays are fresh, and may be written: the second of two calls finds them as they were."""
     expected = treasure(rank)
-    assert found.keys() == expected.keys()
-    assert (found["rank"], found["text"], found["none"]) == (rank, "é" * rank, None)
-    for one, other in zip(found["arrays"], expected["arrays"], strict=True):
+    for one, other in zip(found.pop("arrays"), expected.pop("arrays"), strict=True):
         check(one, other)
-    assert (found["object"].first, found["object"].second.rank) == ((rank,), rank)
+        one[...] = 99
+    assert found == expected
 
 
-def test_objects_of_all_ranks(communicator):
-    found = communicator.all_gather_obj(treasure(communicator.rank))
-    assert len(found) == communicator.size
-    for rank, one in enumerate(found):
-        check_treasure(one, rank)
-
-
-def test_arrays_in_objects_are_fresh_and_may_be_written(communicator):
-    mine = [np.full(shape, communicator.rank) for shape in [(), (3,), (300, 100), (30, 10)]]
-    mine[2] = mine[2].T
-    mine[3].flags.writeable = False
-    found = communicator.all_gather_obj(
-        [*mine, mine[2][::2], np.broadcast_to(communicator.rank, (5, 5))]
-    )
-    for arrays in found:
-        for array in arrays:
-            array += 1000
-    assert all((array == communicator.rank).all() for array in mine)
-    communicator.all_gather_obj(mine)
-    for rank, arrays in enumerate(found):
-        assert [set(array.ravel().tolist()) for array in arrays] == [{1000 + rank}] * 6
-
-
-def test_objects_of_every_root(communicator):
-    for root in range(communicator.size):
-        # The others' arguments are ignored, even if they cannot be sent.
-        mine = treasure(root + 2) if communicator.rank == root else lambda: None
-        check_treasure(communicator.broadcast_obj(mine, root), root + 2)
-    assert communicator.broadcast_obj(communicator.rank) == 0
-
-
-def test_objects_that_differ_are_gathered_and_equal_ones_need_not_be(communicator):
+def test_objects(communicator):
     rank, n = communicator.rank, communicator.size
+    mine = treasure(rank)
+    for _ in range(2):
+        found = communicator.all_gather_obj(mine)
+        assert len(found) == n
+        for other, one in enumerate(found):
+            check_treasure(one, other)
+    for root in range(n):
+        # The others' arguments are ignored, even if they cannot be sent.
+        mine = treasure(root + 2) if rank == root else lambda: None
+        check_treasure(communicator.broadcast_obj(mine, root), root + 2)
     gather = communicator.all_gather_differing_obj
     assert gather((3, "equal"), "fact") == [(3, "equal")] * n
     assert gather((3, rank // 2)) == [(3, other // 2) for other in range(n)]
-    last = gather("last" if rank == n - 1 else None)
-    assert last == [*[None] * (n - 1), "last"]
+    assert gather("last" if rank == n - 1 else None) == [*[None] * (n - 1), "last"]
 
 
 def test_an_object_that_cannot_travel(communicator, place):
@@ -419,19 +350,16 @@ def test_an_object_that_cannot_travel(communicator, place):
     transports.works(communicator, place)
 
 
-# ---- specific to one transport
-
-
 @pytest.mark.mpi(min_size=2)
 def test_mailboxes_grow_and_stay():
     comm: Any = worlds.start().comm
     transport: Any = type(connect())
     communicator = transport(comm.Dup())
     for size in [*range(20, 31), 3000, 25, 6000, 100_000, 7]:
-        parts = [values((size,), FLOAT, rank) for rank in range(communicator.size)]
+        parts = [values((size,), FLOAT, rank) for rank in range(comm.size)]
         for _ in range(3):  # records alternate
-            check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))
-        check(communicator.all_gather([parts[communicator.rank]], 0)[0], np.concatenate(parts))
+            check(communicator.all_reduce([parts[comm.rank]], SUM)[0], sum(parts))
+        check(communicator.all_gather([parts[comm.rank]], 0)[0], np.concatenate(parts))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -451,4 +379,4 @@ def test_pieces_that_just_fit(monkeypatch, difference):
         for root in range(n):
             check(communicator.broadcast([parts[communicator.rank]], root)[0], parts[root])
         kinds = [("int8", lambda source, target: (2 * size // (1 + abs(source - target)),))]
-        exchanged(communicator, np, kinds, PATTERNS["each to each"])
+        exchanged(communicator, np, kinds, PATTERNS[0])

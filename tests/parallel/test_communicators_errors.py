@@ -30,9 +30,7 @@ REFUSED = [
     (np.array(["a"]), MIN, "cannot be reduced"),
     (np.zeros(2, [("a", "f4")]), SUM, "cannot be reduced"),
     (np.array([True]), SUM, "SUM of bool is not .*; bool takes MIN, MAX: .* x.astype.np.int64"),
-    (np.array([True]), MEAN, "MEAN of bool is not defined"),
     (np.array([1j]), MAX, "MAX of complex128 is not defined; complex128 takes SUM, MEAN"),
-    (np.array([1j], np.complex64), MIN, "MIN of complex64 is not defined"),
 ]
 
 
@@ -61,16 +59,6 @@ def test_objects_do_not_travel_as_arrays(communicator, place):
     works(communicator, place)
 
 
-def test_axes_that_are_not_there(communicator, place):
-    for axis, shape in [(1, (3,)), (-2, (3,)), (0, ())]:
-        message = (
-            rf"some_call: axis {axis} does not exist .*\({'3,' if shape else ''}\) on ranks? 0"
-        )
-        with pytest.raises(ReplicaMismatchError, match=message):
-            communicator.all_gather([place.xp.ones(shape)], axis)
-    works(communicator, place)
-
-
 # ---- ranks that disagree
 
 
@@ -84,6 +72,10 @@ def reduce(*shapes, dtype="f8", op=SUM, call="some_call"):
     return lambda c, xp: named(call, c.all_reduce, [xp.ones(one, dtype) for one in shapes], op)
 
 
+def mean(dtype):
+    return reduce(3, dtype=dtype, op=MEAN)
+
+
 def gather(shape, dtype="f8", axis=0, call="some_call"):
     return lambda c, xp: named(call, c.all_gather, [xp.ones(shape, dtype)], axis)
 
@@ -92,49 +84,30 @@ def broadcast(size, root=0):
     return lambda c, xp: c.broadcast([xp.ones(size)], root)
 
 
+def tell(root):
+    return lambda c, xp: c.broadcast_obj(1, root)
+
+
+def send(fact):
+    return lambda c, xp: c.all_to_all([(0, xp.ones(3))], [], fact)
+
+
 # What most ranks call, and what one calls; and what the error says of each.
 DISAGREEMENTS = {
     "shape": (reduce((3, 4)), reduce((3, 5)), "float64 of shape (3, 4)", "float64 of shape (3, 5)"),
-    "dimensions": (reduce(3), reduce((1, 3)), "(3,)", "(1, 3)"),
-    "size": (reduce(3), reduce(50_000), "(3,)", "(50000,)"),
     "large": (reduce(50_000), reduce(50_001), "(50000,)", "(50001,)"),
     "dtype": (reduce(3), reduce(3, dtype="f4"), "float64 of shape (3,)", "float32 of shape (3,)"),
     # All of them are averaged in float64, but the results have other dtypes.
-    "averaged dtype": (
-        reduce(3, dtype="i1", op=MEAN),
-        reduce(3, dtype="i8", op=MEAN),
-        "call(MEAN, int8 as float64",
-        "call(MEAN, int64 as float64",
-    ),
+    "averaged": (mean("i1"), mean("i8"), "call(MEAN, int8 as fl", "call(MEAN, int64 as float64"),
     "op": (reduce(3), reduce(3, op=MAX), "call(SUM", "call(MAX"),
     "count": (reduce(3), reduce(3, 3), " of float64 of shape (3,), at", "(3,), float64 of"),
     "call": (reduce(3, call="even"), reduce(3, call="odd"), "even(SUM", "odd(SUM"),
-    "verb": (
-        gather(9000, call="meet"),
-        lambda c, xp: named("pause", c.barrier),
-        "meet(axis=0",
-        "pause()",
-    ),
-    "object": (
-        reduce(3),
-        lambda c, xp: named("tell", c.all_gather_obj, xp.ones(9000)),
-        "call(SUM",
-        "tell()",
-    ),
-    "object's root": (
-        lambda c, xp: c.broadcast_obj(1, 0),
-        lambda c, xp: c.broadcast_obj(1, 1),
-        "call(root=0)",
-        "call(root=1)",
-    ),
+    "verb": (gather(9, call="meet"), lambda c, xp: named("stop", c.barrier), "meet(ax", "stop()"),
+    "object": (reduce(3), lambda c, xp: c.all_gather_obj(xp.ones(9000)), "call(SUM", "call()"),
+    "object's root": (tell(0), tell(1), "call(root=0)", "call(root=1)"),
     "broadcast": (broadcast(5), broadcast(4), " of float64 of shape (5,)", "of shape (4,)"),
     "root": (broadcast(9000, 0), broadcast(9000, 1), "call(root=0", "call(root=1"),
-    "all_to_all": (
-        lambda c, xp: c.all_to_all([(0, xp.ones(3))], [], 0),
-        lambda c, xp: c.all_to_all([(0, xp.ones(3))], [], 1),
-        "call(0",
-        "call(1",
-    ),
+    "all_to_all": (send(0), send(1), "call(0", "call(1"),
     "axis": (gather((2, 2)), gather((2, 2), axis=1), "axis=0", "axis=1"),
     "gathered dtype": (gather(2), gather(2, dtype="f4"), "of float64, at", "of float32, at"),
 }
@@ -157,26 +130,16 @@ def test_ranks_that_disagree(communicator, place):
 
 
 @several_ranks
-def test_every_rank_makes_another_call(communicator, place):
-    with pytest.raises(ReplicaMismatchError) as caught:
-        named(f"call number {communicator.rank}", communicator.barrier)
-    for rank in range(min(communicator.size, 8)):  # of more, some are shown
-        assert f"rank {rank}: call number {rank}()" in str(caught.value)
-    works(communicator, place)
-
-
-@several_ranks
 def test_shapes_that_cannot_be_gathered_are_all_named(communicator, place):
-    xp = place.xp
     for unit in (1, 5000):
         message = "some_call: shapes may differ along axis 0 only"
         with pytest.raises(ReplicaMismatchError, match=message) as caught:
-            communicator.all_gather([xp.ones((2, unit * (communicator.rank + 1)))], 0)
-        for rank in range(min(communicator.size, 8)):
+            communicator.all_gather([place.xp.ones((2, unit * (communicator.rank + 1)))], 0)
+        for rank in range(min(communicator.size, 8)):  # of more, some are shown
             assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
-        with pytest.raises(ReplicaMismatchError, match="some_call") as caught:
-            communicator.all_gather([xp.ones(unit) if communicator.rank else xp.ones((unit, 1))], 0)
-        assert f"({unit}, 1) on rank 0; ({unit},) on rank" in str(caught.value)
+        form = unit if communicator.rank else (unit, 1)
+        with pytest.raises(ReplicaMismatchError, match=rf"\({unit}, 1\) on rank 0; \({unit},\) on"):
+            communicator.all_gather([place.xp.ones(form)], 0)
     works(communicator, place)
 
 
@@ -192,13 +155,11 @@ class Strange(Exception):
 
 
 ERRORS = [  # of one rank, and what the others raise
-    (ValueError("a value"), ValueError),
     (Special("special"), ValueError),
     (Strange("strange"), RuntimeError),
     (KeyError("key"), KeyError),
     (MemoryError("full"), MemoryError),
     (ReplicaMismatchError("differs"), ReplicaMismatchError),
-    (NotImplementedError("not yet"), NotImplementedError),
     (UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"), UnicodeError),
 ]
 
@@ -248,9 +209,6 @@ def test_a_joint_block_around_another_and_around_a_call(communicator, place):
             communicator.all_reduce(
                 [place.xp.ones(3, bool if communicator.rank == 0 else np.int32)], SUM
             )
-    with pytest.raises(ReplicaMismatchError):
-        with communicator.raise_together():
-            named("one" if communicator.rank else "other", communicator.barrier)
     if communicator.size > 2:  # one that fails, and two whose calls differ
         with pytest.raises(ValueError, match="mine"):
             with communicator.raise_together():
@@ -262,15 +220,12 @@ def test_a_joint_block_around_another_and_around_a_call(communicator, place):
 
 def test_an_array_for_which_there_is_no_memory(communicator, place):
     huge = place.xp.broadcast_to(place.xp.asarray(np.float32(1)), (10**14,))
-    calls = {"all_reduce": lambda x: communicator.all_reduce([x], SUM)}
-    if not isinstance(communicator, hosts.HostsCommunicator):  # there it ends the job
-        calls["all_gather"] = lambda x: communicator.all_gather([x], 0)
-    for name, call in calls.items():
-        with pytest.raises(MemoryError):
-            call(huge)
+    small = place.xp.ones(3, np.float32)
+    for odd in (communicator.rank, *range(communicator.size)):  # all ranks, or one of them
+        mine = huge if communicator.rank == odd else small
+        with pytest.raises((MemoryError, ReplicaMismatchError)):
+            communicator.all_reduce([mine], SUM)
+        if not isinstance(communicator, hosts.HostsCommunicator):  # there it ends the job
+            with pytest.raises(MemoryError):
+                communicator.all_gather([mine], 0)
         works(communicator, place)
-        for rank in range(communicator.size):  # one rank only; the others have something small
-            errors = (MemoryError, *[ReplicaMismatchError] * (name == "all_reduce"))
-            with pytest.raises(errors):
-                call(huge if communicator.rank == rank else place.xp.ones(3, np.float32))
-            works(communicator, place)

@@ -1,7 +1,6 @@
 """The communicators of every transport, and the arrays that tests move by them."""
 
 import functools
-import hashlib
 from typing import Any
 
 import ml_dtypes
@@ -133,12 +132,6 @@ def check(found, expected, xp=np):
     host = asnumpy(found)
     # The zeros of either sign.
     assert host.tobytes() == expected.tobytes() or np.array_equal(host, expected)
-
-
-def have_the_same_bits(arrays):
-    """Whether all ranks' arrays do."""
-    own = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).digest()
-    return len(set(COMM.allgather(own))) == 1
 
 
 def has(xp, dtype):

@@ -31,15 +31,11 @@ def enter():
 
 def environment():
     """Variables with which a program finds both. None means to remove the variable."""
-    paths = [
-        os.fspath(_HERE),
-        os.fspath(_HERE.parent),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    folders = [os.fspath(_driver().parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    paths = os.fspath(_HERE), os.fspath(_HERE.parent), os.environ.get("PYTHONPATH")
+    folders = os.fspath(_driver().parent), os.environ.get("LD_LIBRARY_PATH")
     return {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "LD_LIBRARY_PATH": os.pathsep.join(folders),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders)),
         "CUDA_VISIBLE_DEVICES": None,  # tests in this process may use it to hide the GPUs
     }
 

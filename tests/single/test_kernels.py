@@ -24,6 +24,7 @@ from kernels_on_host import ElementwiseKernel, Fault, RawKernel, compile_togethe
 from package_kernels import DTYPES, optimizers_of, rule_of
 
 pytestmark = [
+    pytest.mark.slow,  # they are compiled first, which takes more than a minute
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
     pytest.mark.xdist_group("kernels"),  # in one process, to compile once
 ]

@@ -10,7 +10,7 @@ from ._memory import pool as _pool
 
 __version__ = "14.2.0"
 is_simulated = True
-"""Whether this is the simulation. Not in CuPy."""
+
 
 inf, nan, pi, e, newaxis = _np.inf, _np.nan, _np.pi, _np.e, None
 for _name in "bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 intp float16 float32 float64 complex64 complex128".split():
@@ -20,11 +20,10 @@ integer, floating, number = _np.integer, _np.floating, _np.number
 globals().update(_functions.ufuncs | _functions.reductions)
 for _name in (
     "matmul dot outer empty zeros ones full empty_like zeros_like ones_like "
-    "full_like arange linspace eye array asarray ascontiguousarray asfortranarray asnumpy copyto "
+    "full_like arange eye array asarray ascontiguousarray asfortranarray asnumpy copyto "
     "broadcast_to reshape transpose ravel concatenate stack "
-    "repeat tile roll diff where clip nonzero flatnonzero unique argsort sort searchsorted take "
-    "take_along_axis may_share_memory shares_memory array_equal allclose size shape ndim "
-    "result_type can_cast from_dlpack"
+    "repeat roll diff where clip nonzero flatnonzero argsort sort take "
+    "may_share_memory shares_memory array_equal allclose size shape ndim from_dlpack"
 ).split():
     globals()[_name] = getattr(_functions, _name)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import _checker, _memory, _streams, _transfers
+from . import _checker, _faults, _memory, _streams, _transfers
 
 byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds  # NumPy 1.26 has it elsewhere
 _REFUSED = "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly."
@@ -10,11 +10,7 @@ _KINDS = "?bhilqBHILQefdFD"
 
 
 def check_dtype(dtype):
-    """CuPy's: the dtype, if CuPy supports it.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """CuPy's: the dtype, if CuPy supports it."""
     dtype = np.dtype(dtype)
     if dtype.char not in _KINDS and dtype.name != "bfloat16":
         raise ValueError(f"Unsupported dtype {dtype}")
@@ -33,14 +29,8 @@ class Flags:
         return getattr(self, {"C": "c_contiguous", "F": "f_contiguous"}.get(name, name.lower()))
 
 
-class ndarray:
-    """CuPy's.
-
-    Attributes:
-        host: its elements as a NumPy array. Not in CuPy: only work on streams may access it.
-        data: its address.
-        base: the array whose memory it shares.
-    """
+class ndarray(_faults.Partial):
+    """CuPy's, and its elements as a NumPy array, `host`, which only work on streams may access."""
 
     __array_priority__ = 100
     __hash__ = None  # type: ignore[assignment]
@@ -71,12 +61,7 @@ class ndarray:
         return made
 
     def touch(self, queue, writes):
-        """Not in CuPy: records that the work just started on the queue reads or writes the array.
-
-        Raises:
-            SimulatedGpuError: it is not ordered with other accesses to the memory, or is on
-                another GPU.
-        """
+        """Not in CuPy: records that the work just started on the queue reads or writes the array."""
         block = self.data.mem.block
         if not self.host.size:
             return
@@ -158,13 +143,9 @@ class ndarray:
             if self.dtype != out.dtype:
                 raise TypeError(f"{self.dtype} array cannot be obtained to {out.dtype} array")
             if self.shape != out.shape:
-                raise ValueError(
-                    f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}"
-                )
+                raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, not {out.shape}")
             if not out.flags.c_contiguous and not out.flags.f_contiguous:
-                raise RuntimeError(
-                    "`out` cannot be specified when copying to non-contiguous ndarray"
-                )
+                raise RuntimeError("`out` cannot be a non-contiguous ndarray")
             order = "C" if out.flags.c_contiguous else "F"
         source, order = self, order.upper()
         order = ("F" if self.flags.f_contiguous else "C") if order == "A" else order
@@ -209,10 +190,7 @@ class ndarray:
 
     def __bool__(self):
         if self.size > 1:
-            raise ValueError(
-                "The truth value of an array with more than one element is ambiguous. Use a.any() "
-                "or a.all()"
-            )
+            raise ValueError("The truth value of an array with more than one element is ambiguous.")
         return bool(self.get())
 
     def __int__(self):
@@ -289,9 +267,6 @@ class ndarray:
         from ._functions import array
 
         return array, (self.get(),)
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have ndarray.{name}")
 
 
 class DlpackCapsule:

@@ -186,18 +186,10 @@ _numbers = itertools.count(1)
 
 
 class Lane:
-    """A stream as the checker sees it.
-
-    Attributes:
-        number: its key in clocks.
-        name: for messages.
-        time: the number of pieces of work so far.
-        clock: the clock of its last piece of work.
-        captured: the work enqueued since its capture started, a `Captured`; None if not capturing.
-    """
+    """A stream as the checker sees it: its key in clocks, and the clock of its last work."""
 
     def __init__(self, name):
-        self.captured = None
+        self.captured = None  # the work enqueued since its capture started, while it captures
         self.number = next(_numbers)
         self.name = name
         self.time = 0
@@ -228,8 +220,7 @@ class History:
     def access(self, lane, start, stop, writes):
         """Records that the work just started on `lane` accesses these bytes.
 
-        Raises:
-            SimulatedGpuError: an earlier access is not ordered with it, and one of the two writes.
+        It must be ordered with each earlier access if one of the two writes.
         """
         if lane.captured is not None:
             lane.captured.append(lambda: self.access(lane, start, stop, writes))
@@ -240,9 +231,7 @@ class History:
                 self._compare(lane, start, stop, writes)
                 break
         if len(self._latest) > _MANY:
-            self._latest = {
-                stream: time for stream, time in self._latest.items() if stream not in retired
-            }
+            self._latest = {one: time for one, time in self._latest.items() if one not in retired}
         self._latest[lane.number] = lane.time
         self._accesses[start, stop, writes, lane.number] = (lane.time, place(), lane.name)
         if len(self._accesses) > _MOST_ACCESSES:

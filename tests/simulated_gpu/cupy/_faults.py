@@ -19,6 +19,31 @@ import os
 import threading
 
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_ERRORS = {
+    2: "cudaErrorMemoryAllocation: out of memory",
+    101: "cudaErrorInvalidDevice: invalid device ordinal",
+    400: "cudaErrorInvalidResourceHandle: invalid resource handle",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
+    905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
+    907: "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream",
+}
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status):
+        self.status = status
+        super().__init__(_ERRORS[status])
+
+
+class Partial:
+    """A base of what has only a part of CuPy's names."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have {type(self).__name__}.{name}")
 
 
 def _rank():
@@ -26,7 +51,7 @@ def _rank():
 
 
 def _wanted(text):
-    """(kind -> (number, value)) of this rank's faults."""
+
     wanted = {}
     for one in filter(None, text.split(",")):
         what, *numbers = one.split(":")
@@ -68,6 +93,4 @@ def check_context():
     if value("context", "waits") is not None:
         lose_context()
     if is_context_lost:
-        from .cuda.runtime import CUDARuntimeError
-
         raise CUDARuntimeError(700)

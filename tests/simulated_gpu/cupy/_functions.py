@@ -188,10 +188,10 @@ reductions = {
     **{name: _reduction(name, "dtype", "out", "keepdims") for name in ("sum", "prod", "mean")},
     **{name: _reduction(name, "out", "keepdims") for name in ("max", "min", "any", "all")},
     **{name: _reduction(name, "dtype", "out", "ddof", "keepdims") for name in ("std", "var")},
-    **{name: _reduction(name, "dtype", "out") for name in ("cumsum", "cumprod")},
+    "cumsum": _reduction("cumsum", "dtype", "out"),
     **{name: _reduction(name, "out", "keepdims") for name in ("argmax", "argmin")},
 }
-reductions |= {"amax": reductions["max"], "amin": reductions["min"]}
+
 
 # ---- making arrays
 
@@ -245,11 +245,6 @@ def full_like(a, fill_value, dtype=None, order="K", subok=None, shape=None):
 def arange(start, stop=None, step=1, dtype=None):
     first, last = (0, start) if stop is None else (start, stop)
     made = np.arange(first, last, step, dtype)
-    return launch(lambda: made)
-
-
-def linspace(start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis=0):
-    made = np.linspace(start, stop, num, endpoint, dtype=dtype, axis=axis)
     return launch(lambda: made)
 
 
@@ -335,7 +330,7 @@ def _of_one(name, how=launch):
     return function
 
 
-repeat, tile, roll, sort = map(_of_one, ("repeat", "tile", "roll", "sort"))
+repeat, roll, sort = map(_of_one, ("repeat", "roll", "sort"))
 nonzero, flatnonzero = (_of_one(name, launch_and_wait) for name in ("nonzero", "flatnonzero"))
 
 
@@ -382,31 +377,10 @@ def where(condition, x=None, y=None):
     return launch(compute, *[one for one in args if isinstance(one, ndarray)])
 
 
-def unique(ar):
-    """CuPy's, which waits."""
-    return launch_and_wait(np.unique, _typed("ar", ar))
-
-
 def argsort(a, axis=-1, kind=None):
     if kind not in (None, "stable"):
         raise ValueError(f"kind is not supported: {kind}")
     return launch(lambda host: np.argsort(host, axis, kind="stable"), _typed("a", a))
-
-
-def searchsorted(a, v, side="left", sorter=None):
-    if sorter is not None:
-        raise TypeError("the simulated GPU: cupy.searchsorted does not take sorter")
-    return launch(
-        lambda host, values: np.searchsorted(host, values, side), _typed("a", a), _typed("v", v)
-    )
-
-
-def take_along_axis(a, indices, axis):
-    if indices.dtype.kind not in "iu":
-        raise IndexError("`indices` must be an integer array")
-    return launch(
-        lambda host, places: np.take_along_axis(host, places, axis), _typed("a", a), indices
-    )
 
 
 def take(a, indices, axis=None, out=None, mode=None):
@@ -540,29 +514,12 @@ def _is_above(other):
 
 
 def _operators():
-    names = {
-        **{
-            "add": "add",
-            "sub": "subtract",
-            "mul": "multiply",
-            "truediv": "true_divide",
-            "pow": "power",
-        },
-        **{
-            "floordiv": "floor_divide",
-            "mod": "remainder",
-            "and": "bitwise_and",
-            "or": "bitwise_or",
-        },
-        **{
-            "xor": "bitwise_xor",
-            "lshift": "left_shift",
-            "rshift": "right_shift",
-            "divmod": "divmod",
-        },
-        **{"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"},
-        **{"eq": "equal", "ne": "not_equal"},
-    }
+    pairs = (
+        "add:add sub:subtract mul:multiply truediv:true_divide pow:power floordiv:floor_divide "
+        "mod:remainder and:bitwise_and or:bitwise_or xor:bitwise_xor lshift:left_shift "
+        "rshift:right_shift divmod:divmod lt:less le:less_equal gt:greater ge:greater_equal "
+        "eq:equal ne:not_equal"
+    )
 
     def make(function):
         def forward(self, other):
@@ -576,7 +533,8 @@ def _operators():
 
         return forward, reflected, in_place
 
-    for name, meant in names.items():
+    for pair in pairs.split():
+        name, meant = pair.split(":")
         forward, reflected, in_place = make(ufuncs[meant])
         setattr(ndarray, f"__{name}__", forward)
         if name not in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -586,17 +544,10 @@ def _operators():
     forward, reflected, _ = make(np.matmul)  # NumPy's, which calls back `__array_ufunc__`
     ndarray.__matmul__ = forward
     ndarray.__rmatmul__ = reflected
-    for name, meant in {
-        "neg": "negative",
-        "pos": "positive",
-        "abs": "absolute",
-        "invert": "invert",
-    }.items():
-        setattr(ndarray, f"__{name}__", _one(ufuncs[meant]))
-
-
-def _one(function):
-    return lambda self: function(self)
+    for name in ("negative", "positive", "absolute", "invert"):
+        one = ufuncs[name]
+        short = name if name == "invert" else name[:3]
+        setattr(ndarray, f"__{short}__", lambda self, one=one: one(self))
 
 
 _operators()
@@ -624,10 +575,7 @@ for _name, _method in {
 
 
 def dispatched_ufunc(numpys, method, inputs, kwargs):
-    """See `ndarray.__array_ufunc__`.
-
-    It accepts every argument that has `__cuda_array_interface__`.
-    """
+    """See `ndarray.__array_ufunc__`: of all that has `__cuda_array_interface__`."""
     import cupy
 
     out = kwargs.pop("out", None)
@@ -669,11 +617,3 @@ def shape(a):
 
 def ndim(a):
     return a.ndim
-
-
-def result_type(*args):
-    return np.result_type(*[one.dtype if isinstance(one, ndarray) else one for one in args])
-
-
-def can_cast(from_, to, casting="safe"):
-    return np.can_cast(from_.dtype if isinstance(from_, ndarray) else from_, to, casting)

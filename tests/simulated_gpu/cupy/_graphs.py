@@ -2,14 +2,11 @@
 
 import weakref
 
-from . import _streams
+from . import _faults, _streams
 
 
 class Captured(list):
-    """The work enqueued on a stream, in order: functions without arguments.
-
-    Unlike a list it can be weakly referenced.
-    """
+    """The work enqueued on a stream, in order: functions without arguments."""
 
     __slots__ = ("__weakref__", "is_spoilt")
 
@@ -20,12 +17,10 @@ class Captured(list):
     def require_sound(self):
         """Raises CUDA's error after an error in the capture."""
         if self.is_spoilt:
-            from .cuda.runtime import CUDARuntimeError
-
-            raise CUDARuntimeError(901)
+            raise _faults.CUDARuntimeError(901)
 
 
-class Graph:
+class Graph(_faults.Partial):
     """CuPy's. It uses the memory that it was captured with, even if reused by then."""
 
     def __init__(self, queue, captured):
@@ -44,9 +39,6 @@ class Graph:
 
     def upload(self, stream=None):
         """CuPy's."""
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have Graph.{name}")
 
 
 class Holders:

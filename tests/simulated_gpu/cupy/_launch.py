@@ -9,11 +9,7 @@ _SCALARS = (bool, int, float, complex, np.generic)
 
 
 def operand(value):
-    """Converts an argument of CuPy's elementwise functions to an array; numbers stay.
-
-    Raises:
-        TypeError: anything else, including NumPy arrays.
-    """
+    """Converts an argument of CuPy's elementwise functions to an array; numbers stay."""
     if isinstance(value, (ndarray, *_SCALARS)):
         return value
     if is_exported(value):
@@ -24,13 +20,7 @@ def operand(value):
 def launch(function, *operands, out=None, reads_out=False, also_writes=()):
     """Calls `function` with the operands' elements as NumPy arrays, on the current stream.
 
-    Args:
-        function: returns an array or a number, or a tuple of them; with `out` it writes to its
-            argument `out`.
-        operands: arrays.
-        out: the array that is written to; it is returned.
-        reads_out: whether `out` is also read.
-        also_writes: the operands that are also written to.
+    It returns an array, a number or a tuple of them, or writes to its argument `out`.
     """
     queue = _streams.current_queue()
     queue.start()
@@ -140,9 +130,6 @@ def to_current_device(source, order="K"):
 
     As in CuPy, a change of order runs on the current stream of the other GPU, which is not ordered
     with this stream.
-
-    Raises:
-        NotImplementedError: the array is strided.
     """
     with source.device:
         source = source.astype(source.dtype, order=order, copy=False)
@@ -177,24 +164,13 @@ def imported(value):
 def from_interface(value):
     """The array described by an object's `__cuda_array_interface__`, on the object's memory."""
     described = value.__cuda_array_interface__
-    address, shape, dtype = (
-        described["data"][0],
-        described["shape"],
-        check_dtype(described["typestr"]),
-    )
-    strides = described.get("strides")
-    spans = (
-        [] if strides is None else [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
-    )
-    contiguous = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    before = -sum(span for span in spans if span < 0)
-    nbytes = (
-        0
-        if contiguous == 0
-        else contiguous
-        if strides is None
-        else sum(map(abs, spans)) + dtype.itemsize
-    )
+    address, shape = described["data"][0], described["shape"]
+    dtype, strides = check_dtype(described["typestr"]), described.get("strides")
+    nbytes, before = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 0
+    if nbytes and strides is not None:
+        spans = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+        nbytes = sum(map(abs, spans)) + dtype.itemsize
+        before = -sum(span for span in spans if span < 0)
     memory = _memory.UnownedMemory(address - before, nbytes, value)
     pointer = _memory.MemoryPointer(memory, before)
     if (stream := described.get("stream")) is not None:

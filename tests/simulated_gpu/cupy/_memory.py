@@ -18,12 +18,7 @@ _blocks: "list[Block]" = []
 
 
 class Block:
-    """Memory of a GPU, as CUDA allocates it.
-
-    Attributes:
-        buffer: its bytes.
-        is_free: whether it is back in the pool.
-    """
+    """Memory of a GPU, as CUDA allocates it; `is_free` says that it is back in the pool."""
 
     def __init__(self, size, device):
         whole = np.empty(size + ALIGNMENT, np.uint8)
@@ -65,12 +60,10 @@ def used(device):
 
 
 def _allocated(size, device):
-    # Small blocks are not checked: to sum all blocks takes time.
+
     is_full = size > CAPACITY >> 8 and size > CAPACITY - used(device)
     if is_full or _faults.value("out-of-memory", "allocations", lasts=True) is not None:
-        from .cuda.runtime import CUDARuntimeError
-
-        raise CUDARuntimeError(2)
+        raise _faults.CUDARuntimeError(2)
     return Block(size, device)
 
 
@@ -134,7 +127,7 @@ class UnownedMemory:
         self.ptr, self.device_id = ptr, block.device
 
 
-class MemoryPointer:
+class MemoryPointer(_faults.Partial):
     __slots__ = ("mem", "offset")
 
     def __init__(self, mem, offset):
@@ -158,9 +151,6 @@ class MemoryPointer:
 
     def __int__(self):
         return self.ptr
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have MemoryPointer.{name}")
 
 
 class _EmptyBlock:
@@ -186,7 +176,7 @@ class OutOfMemoryError(MemoryError):
     """CuPy's."""
 
 
-class MemoryPool:
+class MemoryPool(_faults.Partial):
     """CuPy's: freed blocks go to the arena of their stream; the last freed is reused first."""
 
     def __init__(self):
@@ -216,11 +206,9 @@ class MemoryPool:
         return None
 
     def _made(self, need, device):
-        from .cuda.runtime import CUDARuntimeError
-
         try:
             return _allocated(need, device)
-        except CUDARuntimeError as error:
+        except _faults.CUDARuntimeError as error:
             raise OutOfMemoryError(
                 f"Out of memory allocating {need:,} bytes (allocated so far: unknown)."
             ) from error
@@ -233,9 +221,6 @@ class MemoryPool:
     def __del__(self):
         self.free_all_blocks()
 
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have MemoryPool.{name}")
-
 
 pool = MemoryPool()
 _thread = threading.local()
@@ -243,7 +228,6 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def using_allocator(allocator=None):
-    """CuPy's: this thread's new arrays use this allocator."""
     before, _thread.allocator = getattr(_thread, "allocator", None), allocator
     try:
         yield
@@ -252,5 +236,4 @@ def using_allocator(allocator=None):
 
 
 def allocate(size):
-    """Memory for a new array."""
     return (getattr(_thread, "allocator", None) or pool.malloc)(size)

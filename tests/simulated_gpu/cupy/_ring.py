@@ -14,29 +14,14 @@ PATIENCE = 600.0
 
 
 def new_id():
-    """What the ranks need to find each other: the path of the first rank's table.
-
-    No file has a name, so no file is left behind.
-    """
+    """What the ranks need to find each other: the path of the first rank's table, without a name."""
     table = os.memfd_create("simulated-nccl")
     os.ftruncate(table, _HEAD)
     return f"/proc/{os.getpid()}/fd/{table}".encode().ljust(128, b"\0")
 
 
 class Ring:
-    """One rank's end of the ring.
-
-    The constructor waits for all ranks.
-
-    Args:
-        size: the number of ranks.
-        identity: what `new_id` returned on one of them.
-        rank: this rank's number.
-        fact: an integer to share with all ranks.
-
-    Attributes:
-        facts: the facts of all ranks.
-    """
+    """One rank's end of the ring. The constructor waits for all ranks, and shares a `fact`."""
 
     def __init__(self, size, identity, rank, fact):
         self.rank, self.size = rank, size

@@ -17,10 +17,7 @@ PATIENCE = 0.002
 """Seconds that the host waits for earlier NCCL calls before it leaves new work for later."""
 
 LAUNCHES = int(os.environ.get("SIMULATED_GPU_LAUNCHES", "1024"))
-"""Pieces of work that a stream accepts before the first is done.
-
-A thread that enqueues one more waits.
-"""
+"""Pieces of work that a stream accepts before the first is done; who enqueues one more waits."""
 
 lock = threading.RLock()
 _thread = threading.local()
@@ -31,21 +28,16 @@ def count():
     """The number of GPUs that this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = int(os.environ.get("SIMULATED_GPUS", "4"))
-    return (
-        installed
-        if visible is None
-        else min(installed, len([one for one in visible.split(",") if one.strip()]))
-    )
+    if visible is None:
+        return installed
+    return min(installed, len([one for one in visible.split(",") if one.strip()]))
 
 
 # ---- work
 
 
 class Queue(_checker.Lane):
-    """A stream's work.
-
-    Each item of `later` is called until it returns something other than False; then the next.
-    """
+    """A stream's work: each item of `later` is called until it returns something but False."""
 
     def __init__(self, device, name, blocking):
         super().__init__(f"{name} of GPU {device}")
@@ -67,20 +59,13 @@ class Queue(_checker.Lane):
     def refuse_capture(self, copies=None, status=900):
         """Raises if the stream captures: no waits are allowed then, and no copies from or to hosts.
 
-        Args:
-            copies: what is refused, if CuPy refuses it; else CUDA does, and spoils the capture.
-            status: CUDA's.
-
-        Raises:
-            RuntimeError: the stream captures.
+        CuPy refuses `copies`; the rest CUDA refuses with a status, and spoils the capture.
         """
         if self.captured is not None and copies is not None:
             raise RuntimeError(f"the current stream is capturing, so {copies} are disallowed")
         if self.captured is not None:
-            from .cuda.runtime import CUDARuntimeError
-
             self.captured.is_spoilt = True
-            raise CUDARuntimeError(status)
+            raise _faults.CUDARuntimeError(status)
 
     def marker(self):
         """An object whose `done` says whether the work enqueued so far is done; None if it is."""
@@ -163,7 +148,6 @@ class _Marker:
 
     def __init__(self):
         self.done = False
-        self.at = 0.0
 
     def set(self):
         self.done, self.at = True, time.perf_counter()
@@ -302,13 +286,11 @@ def current_queue():
     return own.current[own.device].queue
 
 
-class Device:
+class Device(_faults.Partial):
     def __init__(self, device=None):
         self.id = state().device if device is None else int(device)
         if not 0 <= self.id < max(count(), 1):
-            from .cuda.runtime import CUDARuntimeError
-
-            raise CUDARuntimeError(101)
+            raise _faults.CUDARuntimeError(101)
 
     def use(self):
         state().device = self.id
@@ -331,19 +313,13 @@ class Device:
     def __hash__(self):
         return hash(self.id)
 
-    def __repr__(self):
-        return f"<CUDA Device {self.id}>"
-
     def synchronize(self):
         for queue in queues():
             if queue.device == self.id:
                 queue.synchronize()
 
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have Device.{name}")
 
-
-class Stream:
+class Stream(_faults.Partial):
     null: "Stream"
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
@@ -445,7 +421,7 @@ class Stream:
         event.let_wait(self.queue)
 
     def record(self, event=None):
-        event = Event() if event is None else event
+        event = Event(disable_timing=True) if event is None else event
         event.record(self)
         return event
 
@@ -455,25 +431,17 @@ class Stream:
     def __hash__(self):
         return self.ptr
 
-    def __repr__(self):
-        return f"<Stream {self.ptr} (device {self.device_id})>"
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have Stream.{name}")
-
 
 Stream.null = Stream(null=True)
 
 
-class Event:
+class Event(_faults.Partial):
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         if interprocess:
             raise AttributeError("the simulated GPU does not have events of several processes")
-        self._is_timed = not disable_timing
         self._capture = None
         self._clock = {}
         self._marker = None
-        self._at = None
         self._device = state().device
         self._query = None
 
@@ -487,17 +455,14 @@ class Event:
     def record(self, stream=None):
         queue = (get_current_stream() if stream is None else stream).queue
         if queue.device != self._device:
-            from .cuda.runtime import CUDARuntimeError
-
-            raise CUDARuntimeError(400)
+            raise _faults.CUDARuntimeError(400)
         captured = queue.captured  # if it is one, the event is a part of the graph
         self._capture = None if captured is None else weakref.ref(captured)
         if captured is not None:
             return
         queue.start()
         self._clock = dict(queue.clock)
-        self._marker = queue.marker()
-        self._at = time.perf_counter()
+        self._marker, self._at = queue.marker(), time.perf_counter()
 
     def let_wait(self, queue):
         """Not in CuPy: makes later work on the queue wait for the event."""
@@ -519,11 +484,9 @@ class Event:
 
     def _refuse_captured(self):
         if self._capture is not None:
-            from .cuda.runtime import CUDARuntimeError
-
             if (captured := self._capture()) is not None:
                 captured.is_spoilt = True
-            raise CUDARuntimeError(907)
+            raise _faults.CUDARuntimeError(907)
 
     def _is_done(self):
         self._check_device()
@@ -550,20 +513,8 @@ class Event:
                 "may then open a context; make the event's GPU current"
             )
 
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have Event.{name}")
 
-
-def get_elapsed_time(start_event, end_event):
-    """CuPy's: milliseconds."""
-    from .cuda.runtime import CUDARuntimeError
-
-    take_driver("cudaEventElapsedTime")
-    times = []
-    for event in (start_event, end_event):
-        if not event._is_timed or event._at is None:
-            raise CUDARuntimeError(400)
-        if event._marker is not None and not event._marker.done:
-            raise CUDARuntimeError(600)
-        times.append(event._marker.at if event._marker is not None else event._at)
-    return 1e3 * (times[1] - times[0])
+def get_elapsed_time(*events):
+    """CuPy's: milliseconds between two events that are done."""
+    begin, end = (one._at if one._marker is None else one._marker.at for one in events)
+    return 1e3 * (end - begin)

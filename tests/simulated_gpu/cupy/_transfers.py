@@ -29,11 +29,9 @@ class PinnedMemoryPointer(mmap.mmap):
 
 
 def alloc_pinned_memory(size):
-    from .cuda.runtime import CUDARuntimeError
-
     _faults.counted["pinned"] += 1
     if size > _memory.CAPACITY or _faults.value("out-of-pinned", "pinned", lasts=True) is not None:
-        raise CUDARuntimeError(2)
+        raise _faults.CUDARuntimeError(2)
     made = PinnedMemoryPointer(-1, max(size, 1))
     made.ptr = np.frombuffer(made, np.uint8).ctypes.data
     place = bisect.bisect(_starts, made.ptr)
@@ -70,14 +68,10 @@ def is_pinned(array):
 
 
 def to_device(target, source, queue, is_async, keeps=False):
-    """Copies a contiguous NumPy array to device memory.
+    """Copies a contiguous NumPy array to an array of the same shape, dtype and order on a GPU.
 
-    Args:
-        target: the `cupy.ndarray`.
-        source: an array of the same shape, dtype and order.
-        queue: where to enqueue the copy.
-        is_async: whether the host continues meanwhile. Memory that is not pinned is read first.
-        keeps: whether pinned memory is kept alive until the host has waited.
+    If `is_async`, the host continues meanwhile; memory that is not pinned is read first. `keeps`
+    says whether pinned memory is kept alive until the host has waited.
     """
     queue.refuse_capture("H2D transfers")
     queue.start()
@@ -112,18 +106,10 @@ def to_host(source, target, queue, is_async):
 
 
 class _Transfer:
-    """A copy that the host has not waited for yet.
+    """A copy that the host has not waited for yet, from or to an array in pinned memory.
 
-    Like CUDA, it does not keep the pinned memory alive.
-
-    Args:
-        queue: where the copy is enqueued.
-        memory: the pinned memory.
-        array: the part of it that is copied from or to.
-        forbids_reading: whether the host may not even read it.
-        arrived: what is written to it once the host has waited.
-        target: the array on the GPU that is written to.
-        kept: what lives as long as the copy, such as the source array that CuPy's `asarray` keeps.
+    Like CUDA, it does not keep that memory alive. `arrived` is written to it once the host has
+    waited; `kept` lives as long as the copy, as the source array of CuPy's `asarray` does.
     """
 
     def __init__(self, queue, memory, array, forbids_reading, arrived=None, target=None, kept=None):

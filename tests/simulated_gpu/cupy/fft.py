@@ -5,13 +5,14 @@ import types
 
 import numpy as np
 from cupy._arrays import ndarray
+from cupy._faults import Partial
 from cupy._launch import launch
 from cupy._memory import MemoryPointer
 
 _thread = threading.local()
 
 
-class _PlanCache:
+class _PlanCache(Partial):
     """CuPy's, with the memory in which each plan works: cuFFT's own, to which no array refers."""
 
     def __init__(self):
@@ -29,9 +30,6 @@ class _PlanCache:
 
     def clear(self):
         self._plans.clear()
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have PlanCache.{name}")
 
 
 def _get_plan_cache():

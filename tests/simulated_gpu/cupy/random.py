@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 from cupy._arrays import ndarray
+from cupy._faults import Partial
 from cupy._launch import launch
 
 _STATE = 0x5EED
@@ -28,7 +29,7 @@ class BitGenerator:
         return launch(work, self._state, out=out, also_writes=(self._state,))
 
 
-class Generator:
+class Generator(Partial):
     def __init__(self, bit_generator):
         self.bit_generator = bit_generator
 
@@ -46,9 +47,6 @@ class Generator:
             size, dtype, lambda numpy: numpy.integers(low, high, size, dtype, endpoint)
         )
 
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have Generator.{name}")
-
 
 def default_rng(seed=None):
     """CuPy's, which accepts a number."""
@@ -59,7 +57,7 @@ def default_rng(seed=None):
     return Generator(BitGenerator(seed))
 
 
-class RandomState:
+class RandomState(Partial):
     """CuPy's: a kernel draws the numbers, and gets a seed from the host."""
 
     def __init__(self, seed=None):
@@ -78,9 +76,6 @@ class RandomState:
             out[...] = np.random.default_rng(seed).binomial(n, p, size)
 
         return launch(work, out=out)
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have RandomState.{name}")
 
 
 @functools.cache

@@ -28,18 +28,12 @@ _COLLECTIVES = ["allReduce", "reduce", "broadcast", "allGather"]
 _OPERATIONS = ["SUM", "PROD", "MAX", "MIN", "AVG"]
 # CuPy's table ends here: it lacks NCCL's results 7 (in progress) and 8 (time-out).
 _RESULTS = {
-    1: (
-        "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
-        "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
-    ),
-    2: ("NCCL_ERROR_SYSTEM_ERROR", "unhandled system error (run with NCCL_DEBUG=INFO for details)"),
-    3: (
-        "NCCL_ERROR_INTERNAL_ERROR",
-        "internal error - please report this issue to the NCCL developers",
-    ),
-    4: ("NCCL_ERROR_INVALID_ARGUMENT", "invalid argument (run with NCCL_DEBUG=WARN for details)"),
-    5: ("NCCL_ERROR_INVALID_USAGE", "invalid usage (run with NCCL_DEBUG=WARN for details)"),
-    6: ("NCCL_ERROR_REMOTE_ERROR", "remote process exited or there was a network error"),
+    1: "UNHANDLED_CUDA_ERROR: unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    2: "SYSTEM_ERROR: unhandled system error (run with NCCL_DEBUG=INFO for details)",
+    3: "INTERNAL_ERROR: internal error - please report this issue to the NCCL developers",
+    4: "INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for details)",
+    5: "INVALID_USAGE: invalid usage (run with NCCL_DEBUG=WARN for details)",
+    6: "REMOTE_ERROR: remote process exited or there was a network error",
 }
 
 
@@ -48,8 +42,7 @@ class NcclError(RuntimeError):
 
     def __init__(self, status):
         self.status = status
-        name, text = _RESULTS[status]
-        super().__init__(f"{name}: {text}")
+        super().__init__(f"NCCL_ERROR_{_RESULTS[status]}")
 
 
 def get_version():
@@ -88,7 +81,7 @@ def groupEnd():
         _latest[0]._put(_streams.get_current_stream().ptr, [])
 
 
-class NcclCommunicator:
+class NcclCommunicator(_faults.Partial):
     def __init__(self, ndev, commId, rank):
         _faults.counted["communicators"] += 1
         while _faults.value("nccl-start-hangs", "communicators") is not None:
@@ -119,32 +112,16 @@ class NcclCommunicator:
         self._call(stream, "allReduce", sendbuf, recvbuf, count, datatype, op=op)
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
-        self._call(
-            stream,
-            "reduce",
-            sendbuf,
-            recvbuf if root == self._rank else 0,
-            count,
-            datatype,
-            op=op,
-            root=root,
-        )
+        target = recvbuf if root == self._rank else 0
+        self._call(stream, "reduce", sendbuf, target, count, datatype, op=op, root=root)
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
-        self._call(
-            stream,
-            "broadcast",
-            sendbuff if root == self._rank else 0,
-            recvbuff,
-            count,
-            datatype,
-            root=root,
-        )
+        source = sendbuff if root == self._rank else 0
+        self._call(stream, "broadcast", source, recvbuff, count, datatype, root=root)
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
-        self._call(
-            stream, "allGather", sendbuf, recvbuf, count, datatype, received=count * self._size
-        )
+        received = count * self._size
+        self._call(stream, "allGather", sendbuf, recvbuf, count, datatype, received)
 
     def send(self, sendbuf, count, datatype, peer, stream):
         self._call(stream, "send", sendbuf, 0, count, datatype, peer=peer)
@@ -173,9 +150,6 @@ class NcclCommunicator:
             time.sleep(1e-4)
         self._is_open = False
         self._ring.close()
-
-    def __getattr__(self, name):
-        raise AttributeError(f"the simulated GPU does not have NcclCommunicator.{name}")
 
     def _check_open(self):
         if not self._is_open:
@@ -258,9 +232,7 @@ class NcclCommunicator:
     def _refuse_overlaps(self, calls):
         """Raises if a call writes what it, or another call of its group, also reads or writes.
 
-        A rank's data leave in pieces while others' arrive, and the calls of a group run at the same
-        time. NCCL allows only exact in-place forms. The simulation copies whole messages, which
-        would hide the error.
+        NCCL allows only exact in-place forms: data leave in pieces while others arrive.
         """
         found = sorted(
             (memory[0].ptr + memory[1].start, memory[0].ptr + memory[1].stop, writes, i)
@@ -278,12 +250,11 @@ class NcclCommunicator:
                     first, second = (
                         f"{calls[k].verb} at {_checker.shown(calls[k].where)}" for k in (one, other)
                     )
+                    whose = "itself" if one == other else f"that of {second}, in one group"
                     raise _checker.report(
                         f"the simulated GPU: the memory that NCCL's {first} reads or writes "
-                        "overlaps "
-                        f"{'itself' if one == other else f'that of {second}, in one group'}, and "
-                        "one of the two writes it; a call may work in place, where NCCL says so, "
-                        "or apart"
+                        f"overlaps {whose}, and one of the two writes it; a call may work in "
+                        "place, where NCCL says so, or apart"
                     )
 
     def _connect(self, queue, calls):
@@ -335,14 +306,11 @@ class _Work:
             return False
         ring = communicator._ring
         if self._number is None:
+            sources = [None if one.source is None else one.source[2] for one in self._calls]
             self._number = ring.post(
                 [
-                    (
-                        call.described(),
-                        None if call.source is None else call.source[2].tobytes(),
-                        call.where,
-                    )
-                    for call in self._calls
+                    (call.described(), None if data is None else data.tobytes(), call.where)
+                    for call, data in zip(self._calls, sources, strict=True)
                 ]
             )
         everyones = None if self._number is None else ring.everyones(self._number)

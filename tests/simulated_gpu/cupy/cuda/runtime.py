@@ -1,33 +1,7 @@
 """CUDA's runtime, as CuPy has it."""
 
 from cupy import _memory, _streams
-
-_ERRORS = {
-    2: ("cudaErrorMemoryAllocation", "out of memory"),
-    101: ("cudaErrorInvalidDevice", "invalid device ordinal"),
-    400: ("cudaErrorInvalidResourceHandle", "invalid resource handle"),
-    600: ("cudaErrorNotReady", "device not ready"),
-    700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),
-    907: (
-        "cudaErrorCapturedEvent",
-        "operation not permitted on an event last recorded in a capturing stream",
-    ),
-    901: (
-        "cudaErrorStreamCaptureInvalidated",
-        "operation failed due to a previous error during capture",
-    ),
-    905: (
-        "cudaErrorStreamCaptureIsolation",
-        "dependency created on uncaptured work in another stream",
-    ),
-    900: ("cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"),
-}
-
-
-class CUDARuntimeError(RuntimeError):
-    def __init__(self, status):
-        self.status = status
-        super().__init__(": ".join(_ERRORS[status]))
+from cupy._faults import CUDARuntimeError as CUDARuntimeError
 
 
 def getDeviceCount():
