@@ -111,16 +111,11 @@ def test_memory_goes_with_the_last_variable_in_it(strategy, slab_count):
     assert slab_count() == 2
     assert mapped_files() - files == (2 if N > 1 else 0)
     assert all((v.numpy() == 1).all() for v in made)
-
-
-@on_the_cpu
-def test_variables_that_come_and_go_take_bounded_memory(strategy, slab_count):
-    """6 MiB in all, in slabs of 1 MiB."""
-    keep = None
-    for i in range(100):
-        keep = hs.Variable(np.full(1 << 16, i % 100, np.int8))
+    made.clear()
+    for i in range(50):  # 3 MiB in all, in slabs of 1 MiB
+        made = [hs.Variable(np.full(1 << 16, i, np.int8)), *made][:1]
         assert slab_count() <= 2  # a new one is made while the last variable is alive
-    assert keep is not None and (keep.numpy() == 99).all()
+    assert (made[0].numpy() == 49).all()
     assert slab_count() == 1
 
 
@@ -272,17 +267,3 @@ def test_ranks_that_write_different_variables_are_told(strategy, xp):
         with pytest.raises(hs.ReplicaMismatchError):
             strategy.run(mine.assign, (value,))
         assert not v.numpy().any() and not w.numpy().any()
-
-
-def test_numbers_of_one_rank_are_seen_by_all_at_once(strategy, xp):
-    """After each write every rank reads the new numbers, whichever rank wrote that part."""
-    v = hs.Variable(np.zeros(40_000), aggregation="SUM")
-
-    def replica():
-        for step in range(20):
-            v.assign_add(xp.full(40_000, float(RANK + step)))
-            total = sum(N * s + N * (N - 1) / 2 for s in range(step + 1))
-            view = v.value()
-            assert view[0] == view[-1] == view.min() == view.max() == total
-
-    strategy.run(replica)

@@ -14,29 +14,25 @@ COMM = MPI.COMM_WORLD
 
 
 def test_the_world_is_mpis():
-    world = worlds.start()
+    world, launcher = worlds.start(), launchers.find()
     assert worlds.start() is world
-    assert (world.rank, world.size) == (COMM.rank, COMM.size)
-    launcher = launchers.find()
+    assert (world.rank, world.size) == (hs.rank(), hs.size()) == (COMM.rank, COMM.size)
     assert launcher is None or (launcher.rank, launcher.size) == (COMM.rank, COMM.size)
-
-
-def test_communicators_are_private_duplicates():
-    world = worlds.start()
+    assert hs.is_lead() == (COMM.rank == 0)
+    assert len(set(COMM.allgather(world.seed))) == 1
+    # Private duplicates.
     assert world.comm is not None and world.host_comm is not None
     assert MPI.Comm.Compare(world.comm, COMM) == MPI.CONGRUENT
-    assert (world.host_comm.rank, world.host_comm.size) == (world.local_rank, world.local_size)
-
-
-def test_hosts_are_indices_in_order_of_first_appearance():
-    world = worlds.start()
-    hosts = COMM.allgather(world.hosts)
-    assert set(hosts) == {world.hosts}
+    host = COMM.Split_type(MPI.COMM_TYPE_SHARED)
+    of_host = (host.rank, host.size)
+    host.Free()
+    assert (world.host_comm.rank, world.host_comm.size) == of_host
+    assert (world.local_rank, world.local_size) == (hs.local_rank(), hs.local_size()) == of_host
+    # In order of first appearance.
+    assert set(COMM.allgather(world.hosts)) == {world.hosts}
     assert list(dict.fromkeys(world.hosts)) == list(range(max(world.hosts) + 1))
     mine = [rank for rank in range(world.size) if world.hosts[rank] == world.hosts[world.rank]]
-    assert mine.index(world.rank) == world.local_rank
-    assert len(mine) == world.local_size
-    assert len(set(COMM.allgather(world.seed))) == 1
+    assert (mine.index(world.rank), len(mine)) == of_host
 
 
 def test_nothing_of_mpichs_is_left_to_be_left_behind():
@@ -45,13 +41,6 @@ def test_nothing_of_mpichs_is_left_to_be_left_behind():
     with open("/proc/self/maps") as maps:
         segments = [line.split()[5:] for line in maps if " /dev/shm/mpich_shm_" in line]
     assert all(deleted or not os.path.exists(path) for path, *deleted in segments)
-
-
-def test_ranks_of_all_and_of_a_host():
-    host = COMM.Split_type(MPI.COMM_TYPE_SHARED)
-    assert (hs.local_rank(), hs.local_size()) == (host.rank, host.size)
-    host.Free()
-    assert (hs.rank(), hs.size(), hs.is_lead()) == (COMM.rank, COMM.size, COMM.rank == 0)
 
 
 def test_the_lead_alone_runs_what_all_get_the_result_of():
