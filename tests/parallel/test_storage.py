@@ -68,7 +68,7 @@ def test_many_come_and_go(strategy):
     """All ranks draw the same sizes, and drop at times of their own; all keep their numbers."""
     random, own = np.random.default_rng(5), np.random.default_rng(RANK)
     alive: dict[int, Any] = {}
-    for i in range(100):
+    for i in range(60):
         shape = tuple(random.integers(0, 40, random.integers(0, 3)))
         dtype = [np.float32, np.float64, np.int8, np.complex64][i % 4]
         alive[i] = hs.Variable(np.full(shape, i % 100, dtype))
@@ -216,8 +216,7 @@ def test_slots_for_which_one_rank_has_no_memory(strategy, monkeypatch):
 @on_the_cpu
 @pytest.mark.mpi(min_size=2)  # one rank alone has no mailboxes
 @pytest.mark.parametrize("strategy", STRATEGIES[:1], indirect=True)  # they share mailboxes
-@pytest.mark.parametrize("failing", [0, N - 1])
-def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch, failing):
+def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch):
     # More than mailboxes have room for now: strategies share them.
     size = strategy.replica_group.communicator.mailboxes._capacity // 8 + 1
     v = hs.Variable(np.zeros(size), aggregation="SUM")
@@ -226,9 +225,9 @@ def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch, faili
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        if RANK == failing:
+        if RANK == N - 1:
             patch.setattr(shared_file.SharedFile, "commit", refuse)
-        with pytest.raises(MemoryError, match=f"rank {failing}: none left"):
+        with pytest.raises(MemoryError, match=f"rank {N - 1}: none left"):
             strategy.run(lambda: v.assign(np.ones(size)))
     assert not v.numpy().any()
     strategy.run(lambda: v.assign(np.ones(size)))
