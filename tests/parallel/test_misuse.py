@@ -77,7 +77,7 @@ def check_different(env, table, inside=False):
                 others = ranks_in_words([rank for rank in range(N) if rank != odd])
                 assert f"rank {odd}" in text and others in text
                 if "must make the same call" in text:  # later checks name shapes
-                    assert len(re.findall(r", at \S*parallel/\w+\.py:\d+ ", text)) == 2
+                    assert len(re.findall(r", at \S+\.py:\d+ ", text)) == 2
         assert env.is_unchanged()
 
 
@@ -106,22 +106,6 @@ def test_ranks_that_differ_across_replicas(env):
 @MIRRORED
 def test_ranks_that_differ_in_a_replica(env):
     check_different(env, misuse.DIFFERENT_INSIDE, inside=True)
-
-
-@pytest.mark.slow
-@MIRRORED
-def test_across_replicas_that_mirror(env):
-    check(env, misuse.ACROSS)
-    if N > 1:
-        check_different(env, misuse.DIFFERENT)
-
-
-@pytest.mark.slow
-@CENTRAL
-def test_in_a_replica_of_a_central_storage(env):
-    check(env, misuse.INSIDE, inside=True)
-    if N > 1:
-        check_different(env, misuse.DIFFERENT_INSIDE, inside=True)
 
 
 @several
@@ -214,19 +198,11 @@ def test_what_orders_numbers_takes_no_complex_ones(env):
     check(env, misuse.OF_REALS, of_a_call=None)  # or the optimizer's name
 
 
-COMPILED = {
-    "dense": (lambda: hs.optimizers.SGD(0.5), False),
-    "norms": (lambda: hs.optimizers.SGD(0.5, clipnorm=1e6), False),
-    "sparse": (lambda: hs.optimizers.SGD(0.5), True),
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
-@pytest.mark.parametrize("case", COMPILED)
-def test_a_kernel_that_does_not_compile_on_one_rank(env, place, case, monkeypatch):
-    make, is_sparse = COMPILED[case]
-    v, optimizer = env.variable(np.full((900, 5), 2, np.float32)), make()
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_kernel_that_does_not_compile_on_one_rank(env, place, is_sparse, monkeypatch):
+    v, optimizer = env.variable(np.full((900, 5), 2, np.float32)), hs.optimizers.SGD(0.5)
     gradient = place.xp.ones((900, 5), np.float32)
     if is_sparse:
         gradient = hs.IndexedSlices(gradient[:2], place.xp.asarray([3, 1]))
