@@ -11,7 +11,6 @@ import importlib.util
 from typing import Any
 
 import numpy as np
-from adamax import Adamax
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -427,18 +426,6 @@ list(s.experimental_distribute_dataset([{'x': x}] * (2 * N)))
 hs.asnumpy([TWO, x])
 """
 
-# Updates that a GPU refuses; `step` makes them of float32 and complex variables.
-OF_REALS = """
-step(hs.optimizers.Lion(0.5), 'f4', 'c8')
-    TypeError: numpy.sign of elements ... of complex64
-step(Adamax(0.5), 'f4', 'c8')
-    TypeError: numpy.absolute, numpy.maximum of elements ... of complex64
-step(hs.optimizers.SGD(0.5, clipvalue=0.25, name='mine'), 'f4', 'c16')
-    TypeError: mine.apply_gradients: the update with clipvalue takes numpy.maximum, numpy.minimum
-step(hs.optimizers.SGD(0.5, clipvalue=0.25), 'f4', 'c8', is_sparse=True)
-    TypeError: numpy.maximum, numpy.minimum ... of complex64
-"""
-
 if N > 1:
     ACROSS += ACROSS_SEVERAL
     INSIDE += INSIDE_SEVERAL
@@ -495,13 +482,12 @@ class Env:
         strategy.run(lambda: kept.append(hs.get_replica_context()))
         self.names: dict[str, Any] = {
             **{"hs": hs, "np": np, "Dataset": Dataset, "Checkpoint": Checkpoint, "N": N},
-            **{"Manager": CheckpointManager, "Adamax": Adamax, "RANK": RANK, "ONES": ONES},
+            **{"Manager": CheckpointManager, "RANK": RANK, "ONES": ONES},
             **{"TWO": ONES[:2], "FIVE": np.ones(5, np.float32), "context": hs.get_replica_context},
             **{"s": strategy, "other": other, "place": place, "devices": place.devices},
             **{v.name: v for v in (outside, foreign, own, *made)},
             **{"kept": kept[0], "here": self.here, "each": self.each, "rows": self.rows},
             **{"within": within, "variable": self.variable, "from_function": self.from_function},
-            "step": self.step,
             "slices": hs.IndexedSlices(place.xp.ones((1, 2)), place.xp.array([0]), (4, 2)),
             "of_replica": lambda value: hs.PerReplica(self.here(value), RANK, N),
             "pairs": Dataset.from_tensor_slices((np.ones((4, 2)), np.arange(4))).batch(4),
@@ -528,21 +514,6 @@ class Env:
 
     def from_function(self, value):
         return self.s.experimental_distribute_values_from_function(lambda _: self.here(value))
-
-    def step(self, optimizer, *dtypes, is_sparse=False):
-        """Updates variables of twos, which `is_unchanged` looks at later; with rows of the last."""
-        xp = self.place.xp
-        made = [self.variable(np.full((900, 5), 2, dtype)) for dtype in dtypes]
-        self.variables += made
-        self.before += [v.numpy() for v in made]
-        gradients = [xp.ones(v.shape, v.dtype) for v in made]
-        if is_sparse:
-            gradients[-1] = hs.IndexedSlices(gradients[-1][:2], xp.asarray([3, 1]))
-        pairs = list(zip(gradients, made, strict=True))
-        try:
-            self.s.run(lambda: optimizer.apply_gradients(pairs))
-        finally:
-            assert optimizer.iterations == 0
 
     def run(self, program, odd, inside=False, **others):
         """Runs a program; `odd` says whether it is wrong on this rank."""

@@ -108,14 +108,3 @@ def test_sums_of_few_bits_along_an_axis_have_64(strategy, dtype):
             assert np.all(found == expected) and found.dtype == dtype
         mean = strategy.reduce("MEAN", value, axis)
         assert np.all(mean == np.float32(least + (N // 2) / N)) and mean.dtype == np.float32
-
-
-def test_sums_keep_their_dtype_otherwise(strategy):
-    for dtype in (np.int8, np.uint16, np.int32, np.uint32, np.int64, np.uint64):
-        value = strategy.run(lambda dtype=dtype: np.ones((2, 2), dtype))
-        assert strategy.reduce("SUM", value, None).dtype == dtype
-        along = strategy.reduce("SUM", value, 0)
-        assert along.dtype == (
-            dtype if np.dtype(dtype).itemsize > 2 else np.ones(1, dtype).sum().dtype
-        )
-        assert along.tolist() == [2 * N, 2 * N]

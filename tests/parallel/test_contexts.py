@@ -107,19 +107,6 @@ def test_nothing_is_reduced_over_ranks_outside_of_every_scope():
         assert default.run(lambda call=call: call(replica_context())), name
 
 
-def test_devices_in_any_form(place):
-    expected = tuple(map(long_form, place.devices))
-    for form in (str.upper, str.lower, "/{}".format, "/device:{}".format, long_form):
-        devices = [form(device) for device in place.devices]
-        with hs.CentralStorageStrategy(devices, devices[-1]) as strategy:
-            assert strategy.extended.worker_devices == expected
-            assert strategy.extended.parameter_devices == expected[-1:]
-        with hs.MirroredStrategy(devices) as strategy:
-            assert strategy.extended.worker_devices == expected
-            assert strategy.extended.parameter_devices == expected[:1]
-            assert strategy.num_replicas_in_sync == N and strategy.xp is place.xp
-
-
 def test_the_scope_of_the_default_strategy_changes_nothing(strategy):
     default, outside = hs.get_strategy(), facts()
     assert outside[1:3] == (False, False) and isinstance(outside[3], hs.ReplicaContext)
@@ -206,6 +193,17 @@ def test_random_generators_are_each_replicas_own(strategy, place):
     assert len({one.tobytes() for one in (*first, *other)}) == 2 * N
 
 
+def test_devices_in_any_form(place):
+    expected = tuple(map(long_form, place.devices))
+    for form in (str.upper, str.lower, "/{}".format, "/device:{}".format, long_form):
+        devices = [form(device) for device in place.devices]
+        with hs.MirroredStrategy(devices) as mirrored:
+            assert mirrored.extended.worker_devices == expected
+            assert mirrored.extended.parameter_devices == expected[:1]
+        with hs.CentralStorageStrategy(devices, devices[-1]) as central:
+            assert central.extended.parameter_devices == expected[-1:]
+
+
 # ---- on GPUs
 
 
@@ -276,20 +274,6 @@ def test_another_gpu_is_left_current_in_a_replica(strategy, place):
 # ---- life
 
 
-def test_a_strategy_is_closed_by_its_block_or_by_a_call(place):
-    with place.make(hs.CentralStorageStrategy) as strategy:
-        with strategy.scope():
-            v = hs.Variable([1.0, 2.0])
-        before = strategy.replica_group.communicator.calls.number
-    assert strategy.replica_group.communicator.calls.number == before + 1  # a barrier
-    with pytest.raises(KeyError):
-        with strategy as again:
-            assert again is strategy
-            raise KeyError
-    strategy.close()
-    assert v.numpy().tolist() == [1, 2]
-
-
 def test_strategies_share_a_communicator(strategy, place):
     """Each closes by itself; a deep copy is another strategy."""
     other = copy.deepcopy(strategy)
@@ -301,6 +285,11 @@ def test_strategies_share_a_communicator(strategy, place):
     assert not strategy.extended.variable_created_in_scope(v)
     other.run(lambda: v.assign(place.xp.full(2, 3.0)))
     assert v.numpy().tolist() == [3, 3]
+    with place.make(type(strategy)) as closed:
+        before = strategy.replica_group.communicator.calls.number
+    assert strategy.replica_group.communicator.calls.number == before + 1  # a barrier
+    with pytest.raises(KeyError), closed as again:
+        raise KeyError(again is closed)
     made = [other, *(place.make(type(strategy)) for _ in range(3)), strategy]
     assert len({id(one.replica_group.communicator) for one in made}) == 1
     for one in made:

@@ -55,13 +55,15 @@ def own(strategy, batch):
 # ---- any pipeline, compared with the batches of one process
 
 
-@hypothesis.given(pipelines() | failing_pipelines(), st.booleans())
-def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, deals):
-    n = strategy.num_replicas_in_sync
+def distributed_of(strategy, pipeline, deals):
     if deals:
-        data = strategy.distribute_datasets_from_function(lambda context: pipeline.make())
-    else:
-        data = strategy.experimental_distribute_dataset(pipeline.make())
+        return strategy.distribute_datasets_from_function(lambda context: pipeline.make())
+    return strategy.experimental_distribute_dataset(pipeline.make())
+
+
+@hypothesis.given(failing_pipelines(), st.booleans())
+def test_the_parts_of_all_replicas_are_the_batches_up_to_an_error(strategy, pipeline, deals):
+    n, data = strategy.num_replicas_in_sync, distributed_of(strategy, pipeline, deals)
     passes = [attempted(data, parts_of(strategy)) for _ in range(2)]
     passes = [[[x] * n if x == "an error" else x for x in found] for found in passes]
     check_steps(passes, pipeline, n, deals)
@@ -77,16 +79,9 @@ def path(tmp_path_factory):
 def test_a_pass_that_is_stopped_anywhere_goes_on_where_it_was(
     strategy, path, pipeline, stop, deals
 ):
-    n = strategy.num_replicas_in_sync
-
-    def distributed():
-        if deals:
-            return strategy.distribute_datasets_from_function(lambda context: pipeline.make())
-        return strategy.experimental_distribute_dataset(pipeline.make())
-
-    data, *fresh = (distributed() for _ in range(3))
+    data, *fresh = (distributed_of(strategy, pipeline, deals) for _ in range(3))
     passes = check_resuming(data, fresh, parts_of(strategy), stop, path)
-    check_steps(passes, pipeline, n, deals)
+    check_steps(passes, pipeline, strategy.num_replicas_in_sync, deals)
 
 
 def test_none_in_a_batch_is_none_on_each_replica(strategy):
@@ -128,19 +123,17 @@ def test_orders_do_not_depend_on_what_was_prepared_ahead(strategy):
                     break
 
 
-@pytest.mark.parametrize("taken", [0, 5])
-def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
+def test_an_iteration_left_half_way_disturbs_no_other(strategy):
     n = strategy.num_replicas_in_sync
     for dataset in Dataset.range(20 * n).map(lambda x: x + 1), Dataset.range(1, 20 * n + 1):
         distributed = strategy.experimental_distribute_dataset(dataset.batch(2 * n))
         left = iter(distributed)
-        for _ in range(taken):
+        for _ in range(5):
             next(left)
         between = steps(strategy, distributed)
-        assert between == [
-            [[2 * (s * n + r) + 1, 2 * (s * n + r) + 2] for r in range(n)] for s in range(10)
-        ]
-        assert steps(strategy, itertools.islice(left, 2)) == between[taken : taken + 2]
+        starts = [[2 * (s * n + r) + 1 for r in range(n)] for s in range(10)]
+        assert between == [[[a, a + 1] for a in step] for step in starts]
+        assert steps(strategy, itertools.islice(left, 2)) == between[5:7]
         del left
         assert steps(strategy, distributed) == between
 
@@ -189,11 +182,10 @@ def test_nests_of_any_dtype_and_size(strategy, xp):
 def test_batches_stay_on_the_host_where_it_is_asked(strategy):
     n = strategy.num_replicas_in_sync
     options = hs.InputOptions(experimental_fetch_to_device=False)
+    whole, dealt = Dataset.range(6 * n).batch(2 * n), Dataset.range(6 * n).batch(2)
     for distributed in (
-        strategy.experimental_distribute_dataset(Dataset.range(6 * n).batch(2 * n), options),
-        strategy.distribute_datasets_from_function(
-            lambda context: Dataset.range(6 * n).batch(2), options
-        ),
+        strategy.experimental_distribute_dataset(whole, options),
+        strategy.distribute_datasets_from_function(lambda context: dealt, options),
     ):
         assert iter(distributed).element_spec == distributed.element_spec
         parts = [own(strategy, batch) for batch in distributed]
@@ -231,9 +223,8 @@ def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
     values = 2.0 * np.arange(100 * n * steps).reshape(steps, n, 100)
     assert (-whole.numpy()).tolist() == values.sum(axis=(0, 1)).tolist()
     if slow == "consumer":
-        assert (
-            weighted.numpy().tolist() == (values.sum(axis=1).T @ np.arange(1.0, steps + 1)).tolist()
-        )
+        expected = values.sum(axis=1).T @ np.arange(1.0, steps + 1)
+        assert weighted.numpy().tolist() == expected.tolist()
     # Nothing overwrote what is still held.
     for part, expected in zip(kept, values[::3, hs.rank()], strict=True):
         assert part.tolist() == expected.tolist()

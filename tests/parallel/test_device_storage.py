@@ -75,9 +75,14 @@ def check(v, expected, rtol=0.0, atol=0.0):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.int64, np.uint8, np.complex64])
-def test_writes(strategy, xp, dtype):
+def test_writes(strategy, xp, root, dtype):
+    where, is_mirrored = strategy.extended, isinstance(strategy, hs.MirroredStrategy)
+    device = where.worker_devices[RANK] if is_mirrored else where.parameter_devices[0]
     for shape in (), (0, 3), (5, 9), (70_001,):
         one = xp.ones(shape, dtype)
+        given = hs.Variable(xp.full(shape, 5 + RANK, dtype))
+        assert given.device == device
+        check(given, 5 + root)  # the root's value counts
         v = hs.Variable(np.full(shape, 50, dtype), aggregation="SUM")
         v.assign_sub(one)
         v.assign_add(np.ones(shape, dtype))
@@ -94,23 +99,6 @@ def test_writes(strategy, xp, dtype):
             mean = hs.Variable(one, aggregation="MEAN")
             strategy.run(lambda v=mean, one=one: v.assign_add(one * (RANK * 2)))
             check(mean, N)
-
-
-def test_a_value_may_overlap_storage_and_what_leaves_run_is_a_copy(strategy, xp, root):
-    start = np.arange(1000.0)
-    v = hs.Variable(start + (RANK - root), aggregation="SUM")  # the root's value counts
-    where, is_mirrored = strategy.extended, isinstance(strategy, hs.MirroredStrategy)
-    assert v.device == (where.worker_devices[RANK] if is_mirrored else where.parameter_devices[0])
-    strategy.run(lambda: v.assign(v.value()[::-1]))
-    check(v, start[::-1] * N)
-    v.assign(v.value()[::-1])
-    check(v, start * N)
-    whole, part, same = strategy.run(lambda: (v.value(), v[1:3], v))
-    v.assign(xp.zeros(1000))
-    assert same is v
-    for found, expected in ((whole, start * N), (part, start[1:3] * N)):
-        for one in strategy.experimental_local_results(found):
-            assert one.tolist() == expected.tolist()
 
 
 # ---- memory
@@ -167,23 +155,13 @@ def test_a_slab_that_one_rank_cannot_have(strategy, monkeypatch):
         with monkeypatch.context() as patch:
             limit_memory(patch, [poor], 1 << 19, times)
             variables = made(5)
-            places = COMM.allgather(starts_of(variables))
-            assert places == [places[0]] * N
-            train(strategy, variables)
-
-
-def test_memory_that_one_rank_does_not_have(strategy, monkeypatch):
-    """All raise, and nothing has changed: variables are made and updated as before."""
-    first = made(2, 500)
-    limit_memory(monkeypatch, [N - 1], 1 << 19)
-    for _ in range(2):
-        with pytest.raises(MemoryError, match="no 33"):
-            hs.Variable(np.ones(8_400_000, np.float32))
-    monkeypatch.undo()
-    variables = [*first, *made(2, 500)]
-    places = COMM.allgather(starts_of(variables))
-    assert places == [places[0]] * N
-    train(strategy, variables)
+            if times > 1:  # a variable has no room in what there is: nothing has changed
+                with pytest.raises(MemoryError, match="no 33"):
+                    hs.Variable(np.ones(8_400_000, np.float32))
+        variables += made(1, 500)
+        places = COMM.allgather(starts_of(variables))
+        assert places == [places[0]] * N
+        train(strategy, variables)
 
 
 @pytest.mark.parametrize("strategy", ON_GPUS, indirect=True)

@@ -171,45 +171,13 @@ def test_every_call_in_an_update_does_what_it_does_outside(strategy, xp):
         assert repr(inside) == repr(outside), name  # with all values
 
 
-# ---- version 1
-
-
-def test_steps_of_an_iterator(place):
-    size = max(4, N)  # of a batch
-    with place.make(hs.compat.v1.MirroredStrategy) as strategy:
-        with strategy.scope():
-            total = hs.Variable(np.int64(0), aggregation="SUM")
-        iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(3 * size).batch(size))
-
-        def step(batch):
-            total.assign_add(batch.sum())
-            return batch.sum()
-
-        for passes in 1, 2:
-            iterator.initialize()
-            *_, result = (strategy.experimental_run(step, iterator) for _ in range(3))
-            with pytest.raises(StopIteration):
-                strategy.experimental_run(step, iterator)
-            assert total.numpy() == passes * sum(range(3 * size))
-            assert strategy.reduce("SUM", result) == sum(range(2 * size, 3 * size))
-
-
 # ---- TensorFlow's choices of how and with whom to communicate
-
-
-def test_choices_of_communication_change_nothing(place):
-    choice = object()
-    with place.make(hs.MirroredStrategy, choice) as strategy:
-        assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == N
-    with hs.MultiWorkerMirroredStrategy(choice, communication_options=choice) as strategy:
-        assert strategy.num_replicas_in_sync == N
-        value = strategy.run(lambda: np.int64(1))
-        assert strategy.extended.reduce_to("SUM", value, "CPU:0", choice) == N
 
 
 def test_the_hosts_of_a_strategy():
     """On one host; launch/test_several_hosts.py has more."""
-    with hs.MultiWorkerMirroredStrategy() as strategy:
+    choice = object()  # changes nothing
+    with hs.MultiWorkerMirroredStrategy(choice, communication_options=choice) as strategy:
         if RANK == N - 1:  # nothing communicates
             resolver = strategy.cluster_resolver
             spec = resolver.cluster_spec()
@@ -220,4 +188,10 @@ def test_the_hosts_of_a_strategy():
             assert spec.num_tasks("worker") == len(spec.as_dict()["worker"]) == 1
             with pytest.raises(ValueError, match="job_name is 'ps'; pass 'worker'"):
                 spec.num_tasks("ps")
-        assert strategy.reduce("SUM", strategy.run(lambda: RANK), None) == N * (N - 1) // 2
+        value = strategy.run(lambda: RANK)
+        assert strategy.extended.reduce_to("SUM", value, "CPU:0", choice) == N * (N - 1) // 2
+
+
+def test_choices_of_communication_change_nothing(place):
+    with place.make(hs.MirroredStrategy, object()) as strategy:
+        assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == N

@@ -6,6 +6,7 @@ import re
 import misuse
 import numpy as np
 import pytest
+from adamax import Adamax
 from internals import device_update, ranks_in_words
 from misuse import ONES, RANK, Env, N, cases_of
 from public_api import begins_with_a_call
@@ -122,16 +123,6 @@ def test_a_search_over_learning_rates_is_shown_the_way(env):
     assert "To train" not in str(other.value)
 
 
-@MIRRORED
-def test_a_model_on_each_rank(env):
-    """What that message describes: no communication, and other numbers on each rank."""
-    w = hs.Variable(np.zeros(3))
-    optimizer = hs.optimizers.SGD(0.5 / (1 + RANK))
-    for _ in range(1 + RANK):
-        optimizer.apply_gradients([(np.ones(3) * 2, w)])
-    np.testing.assert_allclose(w.numpy(), [-1.0] * 3)
-
-
 @CENTRAL
 @pytest.mark.parametrize("place", ["CPU"], indirect=True)
 @pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
@@ -194,8 +185,26 @@ def test_ranks_that_would_share_a_gpu(env, place, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
-def test_what_orders_numbers_takes_no_complex_ones(env):
-    check(env, misuse.OF_REALS, of_a_call=None)  # or the optimizer's name
+def test_what_orders_numbers_takes_no_complex_ones(env, place):
+    def clipped():
+        return hs.optimizers.SGD(0.5, clipvalue=0.25, name="mine")
+
+    for make, dtype, facts in (
+        (lambda: hs.optimizers.Lion(0.5), "c8", "numpy.sign of elements.* of complex64"),
+        (lambda: Adamax(0.5), "c8", "numpy.absolute, numpy.maximum of elements.* of complex64"),
+        (clipped, "c16", "mine.apply_gradients: .*clipvalue takes .*maximum, .*minimum"),
+        (clipped, "rows", "numpy.maximum, numpy.minimum.* of complex64"),
+    ):
+        optimizer, is_sparse = make(), dtype == "rows"
+        real = env.variable(np.full((900, 5), 2, np.float32))
+        v = env.variable(np.full((900, 5), 2, "c8" if is_sparse else dtype))
+        gradient = place.xp.ones(v.shape, v.dtype)
+        if is_sparse:
+            gradient = hs.IndexedSlices(gradient[:2], place.xp.asarray([3, 1]))
+        pairs = [(place.xp.ones(v.shape, np.float32), real), (gradient, v)]
+        with pytest.raises(TypeError, match=facts):
+            env.s.run(lambda optimizer=optimizer, pairs=pairs: optimizer.apply_gradients(pairs))
+        assert optimizer.iterations == 0 and (real.numpy() == v.numpy()).all()
 
 
 @pytest.mark.gpu

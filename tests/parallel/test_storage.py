@@ -1,8 +1,6 @@
 """Where variables are stored: who sees them, how long, and what comes where there is no memory."""
 
-import contextvars
 import gc
-import itertools
 import os
 import weakref
 from typing import Any
@@ -71,25 +69,19 @@ def test_many_come_and_go(strategy):
     for i in range(60):
         shape = tuple(random.integers(0, 40, random.integers(0, 3)))
         dtype = [np.float32, np.float64, np.int8, np.complex64][i % 4]
-        alive[i] = hs.Variable(np.full(shape, i % 100, dtype))
+        alive[i] = hs.Variable(np.full(shape, i, dtype))
         # The same places on all ranks.
         assert len(set(COMM.allgather(start_of(alive[i])))) == 1
         while len(alive) > 20:
             del alive[int(own.choice(list(alive)))]
     for i, v in alive.items():
-        assert (v.numpy() == i % 100).all()
-    spans = sorted(
-        (v._state.block.memory.start, v._state.block.memory.stop) for v in alive.values() if v.size
-    )
-    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
-    assert all(start_of(v) % v.dtype.itemsize == 0 for v in alive.values())
+        assert (v.numpy() == i).all() and start_of(v) % v.dtype.itemsize == 0
 
 
 def test_a_view_outlives_its_variable(strategy):
     kept: list[Any] = []
     for size in 4, MIB:
         strategy.run(lambda size=size: kept.append(hs.Variable(np.full(size, 1.0)).value()))
-    kept.append(contextvars.Context().run(hs.Variable, np.full(4, 1.0)).value())  # of no scope
     gc.collect()
     others = [hs.Variable(np.full(len(one), 100.0)) for one in kept for _ in range(3)]
     assert all((one == 1).all() for one in kept)
@@ -235,7 +227,7 @@ def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_an_initial_value_that_fails_on_one_rank(strategy):
+def test_a_variable_that_fails_or_differs_on_one_rank(strategy, xp):
     for failing in range(N):
 
         def initial(failing=failing):
@@ -247,16 +239,7 @@ def test_an_initial_value_that_fails_on_one_rank(strategy):
             hs.Variable(initial)
         with pytest.raises((MemoryError, hs.ReplicaMismatchError)):
             hs.Variable(np.broadcast_to(np.float32(0), (10**14 if RANK == failing else 3,)))
-    assert hs.Variable([4.0]).numpy().tolist() == [4]
-
-
-# ---- who sees what
-
-
-@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_ranks_that_write_different_variables_are_told(strategy, xp):
-    """With one name and one shape: only the variable itself differs."""
-    for shape in [(3,), (9_000,)]:
+    for shape in [(3,), (9_000,)]:  # with one name and one shape: only the variable differs
         v, w = (hs.Variable(np.zeros(shape), aggregation="SUM") for _ in range(2))
         mine, value = (v if RANK == 0 else w), xp.ones(shape)
         with pytest.raises(hs.ReplicaMismatchError) as caught:

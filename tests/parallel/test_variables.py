@@ -319,18 +319,12 @@ def test_an_overflow_is_inf_on_every_rank(strategy, xp):
 
 def test_many_variables_at_once(strategy, xp):
     """More than is kept of messages, and sizes that alternate between record and mailbox."""
-    shapes = [(1 + 37 * i % 90,) for i in range(30)]
     with strategy.scope():
-        variables = [
-            hs.Variable(np.full(shape, float(i)), aggregation="SUM")
-            for i, shape in enumerate(shapes)
-        ]
-
-    def replica():
-        for i, v in enumerate(variables):
-            v.assign_add(xp.full(v.shape, float(RANK * i)))
-
+        starts = [np.full(1 + 37 * i % 90, float(i)) for i in range(30)]
+        made = [hs.Variable(start, aggregation="SUM") for start in starts]
     for _ in range(3):
-        strategy.run(replica)
-    for i, v in enumerate(variables):
+        strategy.run(
+            lambda: [v.assign_add(xp.full(v.shape, float(RANK * i))) for i, v in enumerate(made)]
+        )
+    for i, v in enumerate(made):
         assert set(v.numpy().tolist()) == {i + 3 * i * N * (N - 1) / 2}
