@@ -53,8 +53,6 @@ hs.MirroredStrategy([])
     ValueError: MirroredStrategy: 0 compute devices were named
 hs.CentralStorageStrategy('CPU:0' if odd else devices)
     TypeError: the string 'CPU:0' is not a list of devices ... one device per rank ... ['CPU:0']
-hs.CentralStorageStrategy(['/job:worker/task:0/device:CPU:0'] * N)
-    ValueError: is not a device
 hs.CentralStorageStrategy(['CPU:1'] * N if odd else devices)
     ValueError: CentralStorageStrategy: there is no CPU:1
 hs.CentralStorageStrategy(devices, 'GPU:77' if odd else None)
@@ -63,8 +61,6 @@ hs.CentralStorageStrategy(devices, 'here' if odd else None)
     ValueError: 'here' is not a device
 within(other, lambda: within(s, list))
     RuntimeError: Strategy.scope ... scope of another strategy
-within(other, lambda: s.run(list))
-    RuntimeError: Strategy.run ... scope of another strategy
 s.run(5)
     TypeError: Strategy.run: fn is 5; pass the function
 s.run(lambda x: 0, args=each(ONES))
@@ -97,8 +93,6 @@ s.gather(each(slices if odd else ONES), 0)
     NotImplementedError: Strategy.gather: IndexedSlices cannot be gathered
 from_function('text' if odd else 1.0)
     TypeError: Strategy.experimental_distribute_values_from_function: ... 'text' is not an array of numbers
-s.experimental_assign_to_logical_device(ONES, 1)
-    ValueError: no logical device 1
 s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1])
     ValueError: experimental_split_to_logical_devices
 variable(None if odd else ONES)
@@ -113,8 +107,6 @@ variable(ONES, shape=(4,) if odd else (3,))
     ValueError: shape (3,), but shape=(4,)
 variable(2**40 if odd else 2)
     ValueError: cannot be cast to int32 without loss
-variable([1j] if odd else [1.0], dtype=np.float32)
-    ValueError: cannot be cast to float32
 variable(of_replica(ONES))
     ValueError: one value per replica; reduce it
 variable(1.0, aggregation='MOST' if odd else 'SUM')
@@ -127,20 +119,14 @@ own.assign(here(FIVE if odd else ONES))
     ValueError: Variable.assign of 'own': ... (5,)
 v.assign(FIVE if odd else ONES * 0)
     ValueError: Variable.assign of 'v': ... (5,) and the variable (3,); nothing is broadcast
-large.assign(here(np.zeros((100, 300) if odd else (300, 100))))
-    ValueError: (100, 300) and
 i.assign(here(ONES) if odd else [0, 0, 0])
     ValueError: 'i': a value of dtype float32 cannot be cast to ... int32
 i.assign(here(np.array([0, 0, 2**31])) if odd else [0, 0, 0])
     ValueError: a value of dtype int64 cannot be cast to the variable's int32
 i.assign([0, 0, -(2**31) - 1])
     ValueError: a value of dtype int64 cannot be cast to the variable's int32
-v.assign(here(ONES * 1j))
-    ValueError: complex64 cannot be cast to the variable's float32
 v.assign('text')
     ValueError: the value is 'text'; it must be an array, a number
-b.assign(here(np.array([1, 0])))
-    ValueError: int64 cannot be cast to the variable's bool
 b.assign_add(here(np.array([True, True])))
     ValueError: 'b': booleans are neither added
 v.assign(of_replica(ONES))
@@ -167,16 +153,12 @@ kept.merge_call(lambda s: 0)
     RuntimeError: ReplicaContext.merge_call was called
 s.reduce('SUM', 1)
     TypeError: Strategy.reduce() missing 1 required positional argument: 'axis'
-Dataset.from_tensor_slices(ONES, ONES)
-    TypeError: Dataset.from_tensor_slices() takes 1 positional argument but 2 were given
 Dataset.range(3, name='three')
     TypeError: Dataset.range() got an unexpected keyword argument 'name'
 pairs.batch('8')
     TypeError: Dataset.batch: batch_size is '8'; it must be an int
 s.experimental_distribute_dataset(pairs.batch)
     TypeError: Strategy.experimental_distribute_dataset: batch is a method of a Dataset; call it
-Dataset.range(3, output_type='flaot')
-    TypeError: Dataset.range: dtype is 'flaot' ... not understood ... such as 'float32'
 hs.metrics.Mean(5)
     TypeError: Mean: name is 5; it must be a string
 Manager(v, 'x')
@@ -221,11 +203,7 @@ s.experimental_distribute_values_from_function(lambda c: {}['gone'] if odd else 
     KeyError: gone
 s.run(lambda b: b, args=(1, 2))
     TypeError: <lambda>() takes 1 positional argument but 2 were given
-hs.on_lead(lambda a: a)
-    TypeError: <lambda>() missing 1 required positional argument: 'a'
 s.extended.update(v, lambda: 1)
-    TypeError: <lambda>() takes 0 positional arguments but 1 was given
-s.run(lambda: context().merge_call(lambda: 0))
     TypeError: <lambda>() takes 0 positional arguments but 1 was given
 v.grad
     AttributeError: 'Variable' object has no attribute 'grad'
@@ -242,8 +220,6 @@ s.reduce('SUM', 1, None)
     RuntimeError: Strategy.reduce was called inside ... all_reduce
 within(s, list)
     RuntimeError: Strategy.scope was called inside a replica function
-from_function(1)
-    RuntimeError: values_from_function was called inside a replica
 s.experimental_distribute_dataset(Dataset.range(4).batch(2))
     RuntimeError: distribute_dataset
 s.extended.update(v, lambda v: 0)
@@ -254,8 +230,6 @@ context().all_reduce('SUM', True if odd else 1)
     TypeError: ReplicaContext.all_reduce: SUM of bool
 context().all_reduce('SUM', hs.PerReplica(1, RANK, N) if odd else 1)
     TypeError: one value per replica
-context().all_gather(here(ONES), None if odd else 0)
-    TypeError: all_gather: axis is None
 context().all_gather(slices if odd else here(ONES), 0)
     NotImplementedError: ReplicaContext.all_gather: IndexedSlices
 context().broadcast(here(ONES), N if odd else 0)
@@ -280,14 +254,10 @@ mean.assign(here(np.ones(3, np.int32)))
     ValueError: 'mean': the mean ... float64 and does not fit int32
 v.assign(here(FIVE if odd else ONES))
     ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
-i.assign(here(ONES if odd else np.array([1, 2, 3])))
-    ValueError: float32 cannot be cast to the variable's int32
 (b.assign_add if odd else b.assign)(here(np.array([True, True])))
     ValueError: neither added
 foreign.assign(here(ONES))
     RuntimeError: 'foreign': the variable belongs to another
-hs.Variable(None if odd else 1.0)
-    TypeError: the initial value is None
 v.scatter_update(rows(1.0, [0]))
     NotImplementedError: aggregation is SUM, and it needs ONLY_FIRST_REPLICA
 """
@@ -330,8 +300,6 @@ s.reduce('SUM', each(np.ones((2, 3 + odd))), 0)
     ReplicaMismatchError: (3,) ... (4,)
 s.reduce('SUM', each(np.ones((3, 3))), int(odd))
     ReplicaMismatchError: axis=0 ... axis=1
-s.reduce('SUM' if odd else 'MEAN', each(np.ones(3)), 0)
-    ReplicaMismatchError: SUM ... MEAN
 s.reduce('SUM', each({'a': 1, 'c' if odd else 'b': 2}), None)
     ReplicaMismatchError: 'b': * ... 'c': *
 s.reduce('SUM', each([ONES] * odd), None)
@@ -342,10 +310,6 @@ s.gather(each(np.ones((2, 3 + odd))), 0)
     ReplicaMismatchError: (2, 3) ... (2, 4)
 s.gather(each(ONES), 0) if odd else s.reduce('SUM', each(ONES), None)
     ReplicaMismatchError: gather
-s.experimental_local_results(each(ONES if odd else None))
-    ReplicaMismatchError: not distributed
-s.experimental_local_results(each({'a': 1} if odd else [1]))
-    ReplicaMismatchError: Strategy.experimental_local_results
 s.experimental_distribute_values_from_function(lambda context: (1.0,) * (1 + odd))
     ReplicaMismatchError: Strategy.experimental_distribute_values_from_function
 variable(np.ones(3 + odd))

@@ -25,10 +25,6 @@ def strategy(request):
         yield made
 
 
-def replica_context() -> Any:
-    return hs.get_replica_context()
-
-
 def test_masked_arrays_travel_as_objects(strategy):
     """If nothing is computed with them, they stay what they are."""
     found = strategy.run(lambda: np.ma.array([RANK, 7], mask=[False, True]))
@@ -43,17 +39,14 @@ def test_masked_arrays_travel_as_objects(strategy):
     assert (v + MASKED).tolist() == [2, None] and (MASKED + v).tolist() == [2, None]
 
 
-# ---- byte orders
-
-
-@pytest.mark.parametrize("kind", ["i4", "u8", "f2", "f8", "c8"])
-def test_reductions_of_the_other_byte_order(strategy, kind):
-    """Like those of this byte order, bit for bit."""
+@pytest.mark.parametrize("kind", ["i4", "u8", "f2", "c8"])
+def test_the_other_byte_order(strategy, kind):
+    """Results are those of this byte order, bit for bit, and of this byte order."""
     dtype = np.dtype(kind).newbyteorder("S")
     parts = [((np.arange(6).reshape(2, 3) + 1) * (rank + 1)).astype(dtype) for rank in range(N)]
     usual = [part.astype(kind) for part in parts]
     swapped, native = strategy.run(lambda: (parts[RANK], usual[RANK]))
-    for axis in (None, 0, (0, 1), ()):
+    for axis in (None, 0, (0, 1)):
         for op in ("SUM", "MEAN", "MIN", "MAX") if dtype.kind != "c" else ("SUM", "MEAN"):
             pairs = [(swapped, native)]
             if op != "SUM" and axis is not None:
@@ -62,49 +55,36 @@ def test_reductions_of_the_other_byte_order(strategy, kind):
                 found, expected = (strategy.reduce(op, value, axis) for value in pair)
                 assert found.dtype == expected.dtype and found.dtype.isnative
                 assert np.array_equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", ["i4", "f8"])
-def test_the_other_byte_order_elsewhere(strategy, kind):
-    dtype = np.dtype(kind).newbyteorder("S")
-    ones = np.ones(2, dtype)
-    rows = strategy.gather(strategy.run(lambda: np.full(2, RANK).astype(dtype)), 0)
-    assert rows.tolist() == [rank for rank in range(N) for _ in range(2)] and rows.dtype.isnative
-    total = strategy.run(lambda: replica_context().all_reduce("SUM", ones))
-    assert [one.tolist() for one in strategy.experimental_local_results(total)] == [[N, N]] * N
+    rows = strategy.gather(swapped, 0)
+    assert np.array_equal(rows, np.concatenate(usual)) and rows.dtype == kind
+    total = strategy.run(lambda: hs.get_replica_context().all_reduce("SUM", parts[RANK]))
+    for one in strategy.experimental_local_results(total):
+        assert np.array_equal(one, sum(usual)) and one.dtype == kind
     with strategy.scope():
-        made, v = hs.Variable(ones), hs.Variable(np.zeros(2, np.float32), aggregation="SUM")
+        made, v = hs.Variable(parts[0]), hs.Variable(np.zeros((2, 3), np.complex64))
         optimizer, mean = hs.optimizers.SGD(1.0), hs.metrics.Mean()
-    assert made.dtype.isnative and made.numpy().tolist() == [1, 1]
-    if dtype.kind == "f":
-        v.assign(ones)
-        strategy.run(lambda: optimizer.apply_gradients([(ones, v)]))
-        assert v.numpy().tolist() == [1 - N] * 2
-    strategy.run(lambda: mean.update_state(ones * (RANK + 1)))
-    assert mean.result() == (N + 1) / 2
+    assert made.dtype == kind and np.array_equal(made.numpy(), usual[0])
+    if dtype.kind in "fc":
+        v.assign(parts[0])
+        strategy.run(lambda: optimizer.apply_gradients([(parts[RANK], v)]))
+        assert np.array_equal(v.numpy(), usual[0] - sum(usual))
+    if dtype.kind != "c":
+        strategy.run(lambda: mean.update_state(parts[RANK]))
+        assert mean.result() == 3.5 * (N + 1) / 2
     dataset = hs.data.Dataset.from_tensor_slices(np.arange(8).astype(dtype)).batch(8)
     for batch in strategy.experimental_distribute_dataset(dataset):
         assert strategy.reduce("SUM", batch, axis=0) == 28
         assert strategy.reduce("MEAN", batch, axis=0) == 3.5
 
 
-# ---- integers of 8 and 16 bits
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
 def test_sums_of_few_bits_along_an_axis_have_64(strategy, dtype):
-    """Three pixels are beyond their range.
-
-    Elementwise the dtype stays; along an axis it becomes that of wider integers.
-    """
+    """Three pixels are beyond their range. test_reduce.py has the dtypes of others."""
     least = np.iinfo(dtype).max - 1
     parts = [np.full((300, 3), least + rank % 2, dtype) for rank in range(N)]
     value = strategy.run(lambda: parts[RANK])
     for axis in ((0,), (0, 1), -1):
         found, sums = strategy.reduce("SUM", value, axis), [part.sum(axis=axis) for part in parts]
         assert np.array_equal(found, sum(sums)) and found.dtype == sums[0].dtype
-        for op, expected in [("MIN", least), ("MAX", least + (N > 1))]:
-            found = strategy.reduce(op, value, axis)
-            assert np.all(found == expected) and found.dtype == dtype
         mean = strategy.reduce("MEAN", value, axis)
         assert np.all(mean == np.float32(least + (N // 2) / N)) and mean.dtype == np.float32

@@ -243,20 +243,16 @@ def test_it_becomes_an_array_of_its_device_or_the_host(strategy, place):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0, dtype=np.float32))
 
+    cuda = (2, int(place.devices[RANK].split(":")[1]))
+
     def body():
         found = place.xp.from_dlpack(v)
         assert type(found) is place.xp.ndarray and found.tolist() == [0, 1, 2]
-        found = place.xp.array(found)
-        found[:] = 9
-        assert v.numpy().tolist() == [0, 1, 2]
-        cuda = (2, int(place.devices[RANK].split(":")[1]))
         assert v.__dlpack_device__() == (cuda if place.kind == "GPU" else (1, 0))
         on_host = hs.asnumpy({"v": [v, None], "value": v.value()})
         assert type(on_host["v"][0]) is type(on_host["value"]) is np.ndarray
         assert on_host["v"][0].tolist() == on_host["value"].tolist() == [0, 1, 2]
-        if place.kind == "CPU":
-            assert np.asarray(v, np.float64).dtype == np.float64
-            assert not hasattr(v, "__cuda_array_interface__")
+        assert place.kind == "GPU" or not hasattr(v, "__cuda_array_interface__")
 
     in_both_contexts(strategy, body)
 
