@@ -71,42 +71,6 @@ def test_in_a_replica(strategy, place):
     assert strategy.experimental_local_results(yes) == (True,) * N
 
 
-OUTSIDE = {
-    "all_reduce": lambda context: context.all_reduce("sum", float(RANK + 1)) == RANK + 1,
-    "all_gather": lambda context: context.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2,
-    "broadcast": lambda context: context.broadcast(RANK + 1) == RANK + 1,
-    "reduce_scatter": lambda context: (
-        context.reduce_scatter("sum", np.full(2, RANK)).tolist() == [RANK] * 2
-    ),
-    "scan": lambda context: (context.scan("sum", 3), context.scan("sum", 3, True)) == (0, 3),
-    "all_to_all": lambda context: context.all_to_all([np.full(2, RANK)])[0].tolist() == [RANK] * 2,
-    "neighbor_exchange": lambda context: context.neighbor_exchange(1, 2) == (None, None),
-    "merge_call": lambda context: context.merge_call(
-        lambda strategy, x: (
-            strategy is hs.get_strategy() and hs.in_cross_replica_context() and x == 3
-        ),
-        (3,),
-    ),
-}
-
-
-def test_nothing_is_reduced_over_ranks_outside_of_every_scope():
-    """With several ranks each would be alone, and take its own value for the sum."""
-    default = hs.get_strategy()
-    for name, call in OUTSIDE.items():
-        for scope in (contextlib.nullcontext(), default.scope()):
-            with scope:
-                if N == 1:
-                    assert call(replica_context()), name
-                    continue
-                with pytest.raises(
-                    RuntimeError, match=f"^ReplicaContext.{name} .*outside of .*{N}"
-                ):
-                    call(replica_context())
-        # One replica, as requested.
-        assert default.run(lambda call=call: call(replica_context())), name
-
-
 def test_the_scope_of_the_default_strategy_changes_nothing(strategy):
     default, outside = hs.get_strategy(), facts()
     assert outside[1:3] == (False, False) and isinstance(outside[3], hs.ReplicaContext)
@@ -191,6 +155,38 @@ def test_random_generators_are_each_replicas_own(strategy, place):
     )
     assert np.array_equal(first, again)
     assert len({one.tobytes() for one in (*first, *other)}) == 2 * N
+
+
+OUTSIDE = {
+    "all_reduce": "context.all_reduce('sum', RANK + 1.5) == RANK + 1.5",
+    "all_gather": "context.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2",
+    "broadcast": "context.broadcast(RANK + 1) == RANK + 1",
+    "reduce_scatter": "context.reduce_scatter('sum', np.full(2, RANK)).tolist() == [RANK] * 2",
+    "scan": "(context.scan('sum', 3), context.scan('sum', 3, True)) == (0, 3)",
+    "all_to_all": "context.all_to_all([np.full(2, RANK)])[0].tolist() == [RANK] * 2",
+    "neighbor_exchange": "context.neighbor_exchange(1, 2) == (None, None)",
+    "merge_call": "context.merge_call(lambda s, x: s is default and x == 3, (3,))",
+}
+
+
+def test_nothing_is_reduced_over_ranks_outside_of_every_scope():
+    """With several ranks each would be alone, and take its own value for the sum."""
+    default = hs.get_strategy()
+
+    def call(program):
+        names = {"context": replica_context(), "default": default, "np": np, "RANK": RANK}
+        return eval(program, names)
+
+    for name, program in OUTSIDE.items():
+        for scope in (contextlib.nullcontext(), default.scope()):
+            with scope:
+                if N == 1:
+                    assert call(program), name
+                    continue
+                facts = f"^ReplicaContext.{name} .*outside of .*{N}"
+                with pytest.raises(RuntimeError, match=facts):
+                    call(program)
+        assert default.run(call, (program,)), name  # one replica, as requested
 
 
 def test_devices_in_any_form(place):

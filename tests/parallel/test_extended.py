@@ -99,30 +99,20 @@ def test_an_update_runs_on_every_rank_and_writes_any_variable(strategy, xp):
 
 
 def test_an_updates_exception_reaches_every_rank(strategy, xp):
-    v = hs.Variable(np.zeros(3))
+    v = hs.Variable(np.zeros(2))
 
     def fn(var, error):
-        var.assign(xp.ones(3))
+        var.assign_add(xp.ones(2))
         raise error
 
-    for error in ValueError("of the user"), KeyError("key"), ZeroDivisionError("zero"):
+    for error in ValueError("of the user"), KeyError("key"):
         with pytest.raises(type(error)) as caught:
             strategy.extended.update(v, fn, (error,))
-        assert str(error) in str(caught.value)
-        assert hs.get_strategy() is strategy
-        assert v.numpy().tolist() == [1, 1, 1]  # what was written stays written
-        strategy.extended.update(v, lambda var: var.assign(xp.zeros(3)))
-        assert v.numpy().tolist() == [0, 0, 0]
-
-
-def test_a_call_in_an_update_that_is_wrong_on_all_ranks_or_one(strategy, xp):
-    v = hs.Variable(np.zeros(2))
-    for odd in (0, N - 1, RANK):
+        assert str(error) in str(caught.value) and hs.get_strategy() is strategy
+    assert v.numpy().tolist() == [2, 2]  # what was written stays written
+    for odd in (0, N - 1, RANK):  # a wrong call, of one rank or all
         with pytest.raises(ValueError, match=r"Variable.assign of .* has shape \(3,\)"):
             strategy.extended.update(v, lambda var, odd=odd: var.assign(xp.ones(2 + (RANK == odd))))
-    with pytest.raises(ValueError, match="complex128 cannot be cast to"):
-        strategy.extended.update(v, lambda var: var.assign(xp.array([1j, 2])))
-    assert v.numpy().tolist() == [0, 0]
     strategy.extended.update(v, lambda var: var.assign(xp.ones(2)))
     assert v.numpy().tolist() == [1, 1]
 

@@ -115,24 +115,23 @@ def test_an_update_reads_and_writes_each_replicas_own(strategy, xp, aggregation)
 
 def test_an_update_of_another_variable(strategy, xp):
     """It is the cross-replica context, and that of an `ON_READ` variable the replica context."""
-    v = make(strategy, xp.full(2, 5.0), "SUM", name="own")
+    v, update = make(strategy, xp.full(2, 5.0), "SUM", name="own"), strategy.extended.update
     with strategy.scope():
         w = hs.Variable(xp.zeros(2), name="shared")
-    total = [5.0 * N] * 2
-    strategy.extended.update(w, lambda w, v: w.assign(v.read_value()), (v,))
-    assert w.numpy().tolist() == total
+    update(w, lambda w: w.assign(v.read_value()))
+    assert w.numpy().tolist() == [5.0 * N] * 2
     if N > 1:
         with pytest.raises(RuntimeError, match="one value per replica"):
-            strategy.extended.update(w, lambda w, v: v.value(), (v,))
+            update(w, lambda w: v.value())
         with pytest.raises(ValueError, match="Variable.assign_add of 'own': .* use assign"):
-            strategy.extended.update(w, lambda w, v: v.assign_add(w), (v,))
-    strategy.extended.update_non_slot([], lambda w, *, v: v.assign(w + N), (w,), {"v": v})
+            update(w, lambda w: v.assign_add(w))
+    strategy.extended.update_non_slot([], lambda: v.assign(w + N))
     assert v.numpy().tolist() == [5 * N + N] * 2
     own = strategy.experimental_local_results(strategy.run(v.read_value))
     assert [one.tolist() for one in own] == [[6.0] * 2] * N
     with pytest.raises(ValueError, match="Variable.assign of 'shared' in a replica context"):
-        strategy.extended.update(v, lambda v, w: w.assign(v.value()), (w,))
-    assert w.numpy().tolist() == total
+        update(v, lambda v: w.assign(v.value()))
+    assert w.numpy().tolist() == [5.0 * N] * 2
 
 
 @pytest.mark.parametrize("dtype", [np.int16, np.uint32])

@@ -78,16 +78,6 @@ def test_many_come_and_go(strategy):
         assert (v.numpy() == i).all() and start_of(v) % v.dtype.itemsize == 0
 
 
-def test_a_view_outlives_its_variable(strategy):
-    kept: list[Any] = []
-    for size in 4, MIB:
-        strategy.run(lambda size=size: kept.append(hs.Variable(np.full(size, 1.0)).value()))
-    gc.collect()
-    others = [hs.Variable(np.full(len(one), 100.0)) for one in kept for _ in range(3)]
-    assert all((one == 1).all() for one in kept)
-    assert all((v.numpy() == 100).all() for v in others)
-
-
 @on_the_cpu
 def test_memory_goes_with_the_last_variable_in_it(strategy, slab_count):
     """Of 1 MiB each: two in each slab."""
