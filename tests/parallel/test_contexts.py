@@ -267,9 +267,6 @@ def test_another_gpu_is_left_current_in_a_replica(strategy, place):
                     assert [total.tolist() for total in one] == [[N] * 3] * 2
 
 
-# ---- life
-
-
 def test_strategies_share_a_communicator(strategy, place):
     """Each closes by itself; a deep copy is another strategy."""
     other = copy.deepcopy(strategy)

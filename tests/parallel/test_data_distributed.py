@@ -52,9 +52,6 @@ def own(strategy, batch):
     return found[0]
 
 
-# ---- any pipeline, compared with the batches of one process
-
-
 def distributed_of(strategy, pipeline, deals):
     if deals:
         return strategy.distribute_datasets_from_function(lambda context: pipeline.make())
@@ -150,9 +147,6 @@ def test_v1_calls_a_function_for_each_element(place):
             assert parts == [2 * [step * n + replica] for replica in range(n)]
         with pytest.raises(StopIteration):
             iterator.get_next()
-
-
-# ---- batches in replica functions, on their devices
 
 
 def test_nests_of_any_dtype_and_size(strategy, xp):
@@ -275,9 +269,6 @@ def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place):
         own = strategy.experimental_local_results(strategy.run(lambda: xp.cuda.Device().id))
         assert {device for device, _ in places} == {own[hs.rank()]}
         assert len({stream for _, stream in places}) == 1
-
-
-# ---- errors, and ranks that differ
 
 
 def test_an_error_on_one_rank_is_raised_on_all(strategy):

@@ -71,9 +71,6 @@ def check(v, expected, rtol=0.0, atol=0.0):
     np.testing.assert_allclose(v.numpy(), np.broadcast_to(expected, v.shape), rtol, atol)
 
 
-# ---- variables
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.int64, np.uint8, np.complex64])
 def test_writes(strategy, xp, root, dtype):
     where, is_mirrored = strategy.extended, isinstance(strategy, hs.MirroredStrategy)
@@ -99,9 +96,6 @@ def test_writes(strategy, xp, root, dtype):
             mean = hs.Variable(one, aggregation="MEAN")
             strategy.run(lambda v=mean, one=one: v.assign_add(one * (RANK * 2)))
             check(mean, N)
-
-
-# ---- memory
 
 
 def starts_of(variables):
@@ -230,9 +224,6 @@ def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
         ):
             memory.new_block((100 << 20,), np.dtype(np.uint8))
         assert memory.new_block((10,), np.dtype(np.float32)).memory.start > block.memory.start
-
-
-# ---- optimizers
 
 
 def test_updates_of_many_variables_and_a_table(strategy, xp, root):
@@ -371,9 +362,6 @@ def test_memory_of_another_gpu_is_written_to_at_once(strategy, xp, monkeypatch, 
     check(w, -SUM)
     strategy.run(lambda: None)
     assert not stream.reads
-
-
-# ---- around them
 
 
 @pytest.mark.mpi(min_size=2)  # one replica is of one kind

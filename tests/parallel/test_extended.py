@@ -23,9 +23,6 @@ def strategy(request, place):
         yield made
 
 
-# ---- reduce_to and friends
-
-
 def test_reduce_to_any_destination(strategy, xp):
     v, extended = hs.Variable(np.zeros(3)), strategy.extended
     value, number = strategy.run(lambda: (xp.full(3, RANK + 1.0), xp.full((), RANK, np.int32)))
@@ -62,9 +59,6 @@ def test_slices_into_themselves(strategy, xp):
         for slices in strategy.experimental_local_results(found):
             assert slices.indices.tolist() == list(range(N)) and slices.shape == (N + 1, 1)
             assert slices.values.ravel().tolist() == [(rank + 1) / scale for rank in range(N)]
-
-
-# ---- update
 
 
 def test_an_update_runs_on_every_rank_and_writes_any_variable(strategy, xp):
@@ -159,9 +153,6 @@ def test_every_call_in_an_update_does_what_it_does_outside(strategy, xp):
         w = hs.Variable(np.ones(2))
         inside = strategy.extended.update(w, lambda w, call=call: call(strategy, w, x)), w
         assert repr(inside) == repr(outside), name  # with all values
-
-
-# ---- TensorFlow's choices of how and with whom to communicate
 
 
 def test_the_hosts_of_a_strategy():

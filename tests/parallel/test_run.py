@@ -174,9 +174,6 @@ def test_flags_of_any_rank(strategy, xp):
         assert hs.any_rank(one) is False
 
 
-# ---- HPCSTRAT_CHECK
-
-
 @pytest.fixture
 def checked(strategy, monkeypatch):
     """A strategy of a job with `HPCSTRAT_CHECK=1`."""

@@ -59,9 +59,6 @@ def start_of(v):
     return block.memory.start - block.owner.address
 
 
-# ---- how long memory lives
-
-
 def test_many_come_and_go(strategy):
     """All ranks draw the same sizes, and drop at times of their own; all keep their numbers."""
     random, own = np.random.default_rng(5), np.random.default_rng(RANK)
@@ -117,9 +114,6 @@ def test_slots_go_with_their_optimizer(strategy, slab_count, xp):
         del optimizer
         gc.collect()
         assert slab_count() - before <= 1  # the slab in which the next slot is made
-
-
-# ---- no memory
 
 
 def test_a_variable_for_which_there_is_no_memory(strategy, xp):

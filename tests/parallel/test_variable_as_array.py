@@ -236,9 +236,6 @@ def test_an_integer_is_an_index_and_a_size_as_its_array_is(strategy, place):
     in_both_contexts(strategy, body)
 
 
-# ---- protocols
-
-
 def test_it_becomes_an_array_of_its_device_or_the_host(strategy, place):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0, dtype=np.float32))

@@ -191,9 +191,6 @@ def test_no_read_communicates(strategy, xp):
     assert (v.numpy() == N).all()
 
 
-# ---- HPCSTRAT_CHECK
-
-
 WRITES: dict[str, Any] = {
     "assign": lambda s, v: v.assign(np.arange(3.0)),
     "assign in a replica": lambda s, v: s.run(lambda: v.assign_add(np.ones(3))),

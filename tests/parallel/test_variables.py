@@ -19,9 +19,6 @@ BFLOAT16 = ml_dtypes.bfloat16
 SHAPES = [(), (3,), (7, 7), (70, 130), (400_003,)]
 
 
-# ---- making them
-
-
 INITIAL = {
     "complex": (1 + 2j, None, np.complex128),
     "list of floats": ([1.0, 2.0], None, np.float32),
@@ -120,9 +117,6 @@ def test_a_variable_of_no_scope_is_every_processes_own(strategy):
     with strategy.scope():
         v.assign_sub(np.full(3, float(RANK)))
     assert v.numpy().tolist() == [RANK == 0] * 3
-
-
-# ---- writing them
 
 
 ADDITIONS = {
