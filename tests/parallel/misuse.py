@@ -11,11 +11,10 @@ import importlib.util
 from typing import Any
 
 import numpy as np
-from adamax import Adamax
 from mpi4py import MPI
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import Checkpoint, CheckpointManager
+from hpcstrat.checkpoint import CheckpointManager
 from hpcstrat.data import Dataset
 
 N = MPI.COMM_WORLD.size
@@ -25,8 +24,6 @@ ONES = np.ones(3, np.float32)
 SCATTER = """
 v.scatter_add(rows(1.0, [0, 3] if odd else [0, 1]))
     ValueError: Variable.scatter_add of 'v': an index is not in 0..2
-v.scatter_sub(rows(0.0, [-1 if odd else 0]))
-    ValueError: Variable.scatter_sub of 'v': an index is not in
 v.scatter_add(rows(0.0, [0.5 if odd else 0]))
     ValueError: indices are of dtype float64; pass integers
 v.scatter_sub(rows(ONES if odd else np.zeros(2), [0, 1]))
@@ -35,12 +32,8 @@ scalar.scatter_add(rows(1.0, [0]))
     ValueError: the variable has shape () and no rows
 v.scatter_add(here(ONES) if odd else rows(0.0, [0]))
     TypeError: sparse_delta is of type ndarray; pass IndexedSlices
-v.scatter_add(rows([1j if odd else 0.0], [0]))
-    ValueError: complex128 cannot be cast to the variable's float32
 b.scatter_add(rows(True, [0]))
     ValueError: it is not defined for bool; use scatter_update
-v.scatter_add(rows(of_replica(1.0) if odd else 0.0, [0]))
-    ValueError: is a PerReplica, one value per replica
 own.scatter_add(rows(1.0, [0]))
     NotImplementedError: Variable.scatter_add of 'own': the variable is ON_READ
 scalar.sparse_read([0])
@@ -48,7 +41,6 @@ scalar.sparse_read([0])
 """
 
 ACROSS = """
-# strategies
 hs.Strategy()
     TypeError: Strategy: make a MirroredStrategy ... CentralStorageStrategy ... OneDeviceStrategy
 hs.MirroredStrategy(4)
@@ -59,34 +51,18 @@ hs.MirroredStrategy([])
     ValueError: MirroredStrategy: 0 compute devices were named
 hs.CentralStorageStrategy('CPU:0' if odd else devices)
     TypeError: the string 'CPU:0' is not a list of devices ... one device per rank ... ['CPU:0']
-hs.CentralStorageStrategy(['XPU:0'] * N)
-    ValueError: CentralStorageStrategy: 'XPU:0' is not a device
-hs.CentralStorageStrategy(['/job:worker/task:0/device:CPU:0'] * N)
-    ValueError: is not a device
 hs.CentralStorageStrategy(['CPU:1'] * N if odd else devices)
     ValueError: CentralStorageStrategy: there is no CPU:1
 hs.CentralStorageStrategy(devices, 'GPU:77' if odd else None)
     ValueError: parameter_device is ... GPU:77, and no rank computes there
 hs.CentralStorageStrategy(devices, 'here' if odd else None)
     ValueError: 'here' is not a device
-
-# scopes
 within(other, lambda: within(s, list))
     RuntimeError: Strategy.scope ... scope of another strategy
-within(other, lambda: s.run(list))
-    RuntimeError: Strategy.run ... scope of another strategy
-within(other, lambda: s.reduce('MEAN', 1, None))
-    RuntimeError: Strategy.reduce ... another strategy
-
-# run
 s.run(5)
     TypeError: Strategy.run: fn is 5; pass the function
 s.run(lambda x: 0, args=each(ONES))
     TypeError: args is of type ... it must be a tuple: args=(x,)
-s.extended.update(v, lambda v, x: 0, args=ONES)
-    TypeError: StrategyExtended.update: args is of type ndarray; it must be a tuple
-
-# reduce
 s.reduce('TOTAL' if odd else 'SUM', each(ONES), None)
     ValueError: Strategy.reduce: reduce_op is 'TOTAL'; it must be one
 s.reduce('SUM', each(ONES), '0' if odd else 0)
@@ -103,38 +79,22 @@ s.reduce('SUM', each(np.ones(3, np.longdouble) if odd else ONES), None)
     TypeError: cannot be reduced
 s.reduce('SUM', each('text' if odd else ONES), None)
     TypeError: Strategy.reduce: 'text' is not an array of numbers
-s.reduce('MAX', each(np.datetime64('2020-01-01') if odd else ONES), None)
-    TypeError: is not an array of numbers
 s.reduce('SUM', each(slices), 0)
     ValueError: IndexedSlices ... axis=None
 s.reduce('MAX', each(slices), None)
     ValueError: SUM or MEAN, not by MAX
 s.scatter([[1, 2], [3]])
     ValueError: Strategy.scatter: axis 0 does not exist in ... the number 1 ... np.array(value)
-
-# gather
-s.gather(each(ONES), 1)
-    ValueError: axis 1 does not exist ... (3,) on rank
 s.gather(each(ONES), None if odd else 0)
     TypeError: Strategy.gather: axis is None; it must be an int
 s.gather(each(slices if odd else ONES), 0)
     NotImplementedError: Strategy.gather: IndexedSlices cannot be gathered
-
-# values from a function
 from_function('text' if odd else 1.0)
     TypeError: Strategy.experimental_distribute_values_from_function: ... 'text' is not an array of numbers
-
-# one logical device per replica
-s.experimental_assign_to_logical_device(ONES, 1)
-    ValueError: no logical device 1
 s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1])
     ValueError: experimental_split_to_logical_devices
-
-# making variables
 variable(None if odd else ONES)
     TypeError: Variable: the initial value is None; it must be an array
-variable(np.zeros(2, 'M8[s]') if odd else ONES)
-    TypeError: the initial value is
 variable([[1], [2, 3]] if odd else ONES)
     ValueError: inhomogeneous
 variable(1.0, dtype=str if odd else None)
@@ -145,8 +105,6 @@ variable(ONES, shape=(4,) if odd else (3,))
     ValueError: shape (3,), but shape=(4,)
 variable(2**40 if odd else 2)
     ValueError: cannot be cast to int32 without loss
-variable([1j] if odd else [1.0], dtype=np.float32)
-    ValueError: cannot be cast to float32
 variable(of_replica(ONES))
     ValueError: one value per replica; reduce it
 variable(1.0, aggregation='MOST' if odd else 'SUM')
@@ -155,78 +113,44 @@ variable(1.0, constraint=abs)
     NotImplementedError: Variable: constraint is ... apply it after
 variable(1.0, validate_shape=False)
     ValueError: Variable: validate_shape is False
-
-# writing them
 own.assign(here(FIVE if odd else ONES))
     ValueError: Variable.assign of 'own': ... (5,)
 v.assign(FIVE if odd else ONES * 0)
-    ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
-v.assign(1.0 if odd else ONES * 0)
-    ValueError: () and the variable (3,); nothing is broadcast
-large.assign(here(np.zeros((100, 300) if odd else (300, 100))))
-    ValueError: (100, 300) and
+    ValueError: Variable.assign of 'v': ... (5,) and the variable (3,); nothing is broadcast
 i.assign(here(ONES) if odd else [0, 0, 0])
     ValueError: 'i': a value of dtype float32 cannot be cast to ... int32
 i.assign(here(np.array([0, 0, 2**31])) if odd else [0, 0, 0])
     ValueError: a value of dtype int64 cannot be cast to the variable's int32
 i.assign([0, 0, -(2**31) - 1])
     ValueError: a value of dtype int64 cannot be cast to the variable's int32
-v.assign(here(ONES * 1j))
-    ValueError: complex64 cannot be cast to the variable's float32
 v.assign('text')
     ValueError: the value is 'text'; it must be an array, a number
-b.assign(here(np.array([1, 0])))
-    ValueError: int64 cannot be cast to the variable's bool
 b.assign_add(here(np.array([True, True])))
     ValueError: 'b': booleans are neither added
-v.assign_add(here(FIVE))
-    ValueError: Variable.assign_add of 'v': the value has shape
 v.assign(of_replica(ONES))
     ValueError: is a PerReplica ... reduce it first
 within(s, lambda: foreign.assign(here(ONES)))
     RuntimeError: 'foreign': the variable belongs to another
-
-# StrategyExtended
 s.extended.reduce_to('SUM', each(ONES), None)
     ValueError: StrategyExtended.reduce_to: destinations is None
-s.extended.batch_reduce_to('SUM', [(each(ONES), [])])
-    ValueError: StrategyExtended.batch_reduce_to: destinations is []
-s.extended.broadcast_to(1, None)
-    ValueError: StrategyExtended.broadcast_to: destinations
 s.extended.broadcast_to({'a': hs.PerReplica(1, RANK, N) if odd else 1}, 'CPU:0')
     TypeError: StrategyExtended.broadcast_to: this is one value per replica; reduce it first
-s.extended.update(5, lambda v: 0)
-    ValueError: StrategyExtended.update: 5 is not a variable
 s.extended.update(foreign, lambda v: 0)
     ValueError: StrategyExtended.update: ... is not a variable of this
 s.extended.update(v, lambda v, x: 0, (hs.PerReplica(ONES, RANK, N),))
     ValueError: StrategyExtended.update: ... reduce it first
-s.extended.colocate_vars_with(v).__enter__()
-    RuntimeError: colocate_vars_with is for use under
 within(s, lambda: s.extended.colocate_vars_with(foreign).__enter__())
     ValueError: colocate_vars_with: ... not one of this
-
-# a replica's context, kept
 kept.all_reduce('SUM', 1)
     RuntimeError: ReplicaContext.all_reduce was called outside
-kept.all_gather(ONES, 0)
-    RuntimeError: ReplicaContext.all_gather was called outside
-kept.merge_call(lambda s: 0)
-    RuntimeError: ReplicaContext.merge_call was called
-
-# datasets, metrics, checkpoints, the program
 s.reduce('SUM', 1)
     TypeError: Strategy.reduce() missing 1 required positional argument: 'axis'
-Dataset.from_tensor_slices(ONES, ONES)
-    TypeError: Dataset.from_tensor_slices() takes 1 positional argument but 2 were given
 Dataset.range(3, name='three')
     TypeError: Dataset.range() got an unexpected keyword argument 'name'
 pairs.batch('8')
     TypeError: Dataset.batch: batch_size is '8'; it must be an int
 s.experimental_distribute_dataset(pairs.batch)
     TypeError: Strategy.experimental_distribute_dataset: batch is a method of a Dataset; call it
-Dataset.range(3, output_type='flaot')
-    TypeError: Dataset.range: dtype is 'flaot' ... not understood ... such as 'float32'
 hs.metrics.Mean(5)
     TypeError: Mean: name is 5; it must be a string
 Manager(v, 'x')
@@ -271,24 +195,12 @@ s.experimental_distribute_values_from_function(lambda c: {}['gone'] if odd else 
     KeyError: gone
 s.run(lambda b: b, args=(1, 2))
     TypeError: <lambda>() takes 1 positional argument but 2 were given
-list(pairs.map(lambda b: b))
-    TypeError: <lambda>() takes 1 positional argument but 2 were given
-hs.on_lead(lambda a: a)
-    TypeError: <lambda>() missing 1 required positional argument: 'a'
-s.distribute_datasets_from_function(lambda: pairs)
-    TypeError: <lambda>() takes 0 positional arguments but 1 was given
-s.experimental_distribute_values_from_function(lambda: 1)
-    TypeError: <lambda>() takes 0 positional arguments but 1 was given
 s.extended.update(v, lambda: 1)
-    TypeError: <lambda>() takes 0 positional arguments but 1 was given
-s.run(lambda: context().merge_call(lambda: 0))
     TypeError: <lambda>() takes 0 positional arguments but 1 was given
 v.grad
     AttributeError: 'Variable' object has no attribute 'grad'
 hs.Allreduce
     AttributeError: hpcstrat.Allreduce does not exist; write strategy.reduce ... all_reduce('SUM', value)
-Checkpoint(w=v).restore('/nothing')
-    FileNotFoundError: Checkpoint.restore of /nothing: there is no such file; nothing was changed
 """
 
 INSIDE = """
@@ -296,42 +208,24 @@ s.run(lambda: 0)
     RuntimeError: Strategy.run was called inside a replica function
 s.reduce('SUM', 1, None)
     RuntimeError: Strategy.reduce was called inside ... all_reduce
-s.gather(here(ONES), 0)
-    RuntimeError: Strategy.gather was called inside a replica function
 within(s, list)
     RuntimeError: Strategy.scope was called inside a replica function
-other.run(lambda: 0)
-    RuntimeError: Strategy.run was called inside a replica
-from_function(1)
-    RuntimeError: values_from_function was called inside a replica
 s.experimental_distribute_dataset(Dataset.range(4).batch(2))
     RuntimeError: distribute_dataset
 s.extended.update(v, lambda v: 0)
     RuntimeError: StrategyExtended.update was called inside
-s.extended.reduce_to('SUM', 1, v)
-    RuntimeError: reduce_to was called inside a replica
-s.extended.call_for_each_replica(lambda: 0)
-    RuntimeError: call_for_each_replica was called inside
 context().all_reduce('AVERAGE' if odd else 'SUM', 1)
     ValueError: ReplicaContext.all_reduce: reduce_op is 'AVERAGE'
 context().all_reduce('SUM', True if odd else 1)
     TypeError: ReplicaContext.all_reduce: SUM of bool
-context().all_reduce('SUM', {'a': 'text' if odd else 1})
-    TypeError: ReplicaContext.all_reduce: 'text' is not an array of numbers
 context().all_reduce('SUM', hs.PerReplica(1, RANK, N) if odd else 1)
     TypeError: one value per replica
-context().all_gather(here(ONES), 1)
-    ValueError: ReplicaContext.all_gather: axis 1 does not exist
-context().all_gather(here(ONES), None if odd else 0)
-    TypeError: all_gather: axis is None
 context().all_gather(slices if odd else here(ONES), 0)
     NotImplementedError: ReplicaContext.all_gather: IndexedSlices
 context().broadcast(here(ONES), N if odd else 0)
     ValueError: ReplicaContext.broadcast: root is {N}; it must be the index of a replica, 0..{N-1}
 context().broadcast(here(ONES), True)
     ValueError: root is True; it must be the index of a replica
-context().broadcast(['text' if odd else 1.0])
-    TypeError: 'text' is not an array of numbers
 context().reduce_scatter('SUM', here(ONES), 1 if odd else 0)
     ValueError: axis 1 does not exist in an array of shape (3,)
 context().scan('MEAN', 1.0)
@@ -342,28 +236,14 @@ context().all_to_all([here(ONES)] * (N + odd))
     ValueError: ReplicaContext.all_to_all: values is {N+1} values; pass a list of {N}
 context().neighbor_exchange(1.0, 'text' if odd else 1.0)
     TypeError: ReplicaContext.neighbor_exchange: 'text' is not an array of numbers
-context().merge_call(5)
-    TypeError: merge_call: fn is 5; pass the function
 none.assign(here(ONES))
     ValueError: Variable.assign of 'none' in a replica context: it has no aggregation ... 'SUM'
 mean.assign(here(np.ones(3, np.int32)))
     ValueError: 'mean': the mean ... float64 and does not fit int32
 v.assign(here(FIVE if odd else ONES))
     ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
-large.assign(here(FIVE if odd else np.ones((300, 100))))
-    ValueError: of 'large': ... (5,)
-i.assign(here(ONES if odd else np.array([1, 2, 3])))
-    ValueError: float32 cannot be cast to the variable's int32
-v.assign(hs.PerReplica(ONES, RANK, N) if odd else here(ONES))
-    ValueError: is a PerReplica
-(b.assign_add if odd else b.assign)(here(np.array([True, True])))
-    ValueError: neither added
 foreign.assign(here(ONES))
     RuntimeError: 'foreign': the variable belongs to another
-hs.Variable(None if odd else 1.0)
-    TypeError: the initial value is None
-mean.scatter_add(rows(1, [0]))
-    ValueError: 'mean': the mean ... does not fit int32
 v.scatter_update(rows(1.0, [0]))
     NotImplementedError: aggregation is SUM, and it needs ONLY_FIRST_REPLICA
 """
@@ -380,14 +260,10 @@ outside.assign(here(ONES))
 ON_A_GPU = """
 cpu.reduce('SUM', cpu.run(lambda: away()), None)
     TypeError: Strategy.reduce: an array is on a GPU, and this strategy's replicas compute on the CPU
-cpu.reduce('MEAN', cpu.run(lambda: away()), 0)
-    TypeError: Strategy.reduce: an array is on a GPU, and this strategy's replicas compute on the CPU
 cpu.reduce('SUM', cpu.run(lambda: hs.IndexedSlices(away(), np.arange(3), (5,))), None)
     TypeError: Strategy.reduce: an array is on a GPU, and this strategy's replicas compute on the CPU
 cpu.run(lambda: context().all_reduce('MAX', [np.ones(2), away()]))
     TypeError: ReplicaContext.all_reduce: an array is on a GPU, and this strategy's replicas
-cpu.run(lambda: context().all_gather(away(), 0))
-    TypeError: ReplicaContext.all_gather: an array is on a GPU, and this strategy's replicas
 within(cpu, lambda: hs.Variable(away()))
     TypeError: Variable: the value is on a GPU ... hs.asnumpy
 within(cpu, lambda: hs.Variable(ONES, name='v')).assign(away())
@@ -404,36 +280,22 @@ cpu.gather(cpu.run(lambda: [np.ones(2), away()]), 0)
 DIFFERENT = """
 s.reduce('SUM', each(FIVE if odd else ONES), None)
     ReplicaMismatchError: (3,) ... (5,)
-s.reduce('SUM', each(np.ones(3) if odd else ONES), None)
-    ReplicaMismatchError: float64 ... float32
 s.reduce('MAX' if odd else 'SUM', each(ONES), None)
     ReplicaMismatchError: Strategy.reduce(SUM ... Strategy.reduce(MAX
 s.reduce('SUM', each(np.ones((2, 3 + odd))), 0)
     ReplicaMismatchError: (3,) ... (4,)
 s.reduce('SUM', each(np.ones((3, 3))), int(odd))
     ReplicaMismatchError: axis=0 ... axis=1
-s.reduce('SUM' if odd else 'MEAN', each(np.ones(3)), 0)
-    ReplicaMismatchError: SUM ... MEAN
 s.reduce('SUM', each({'a': 1, 'c' if odd else 'b': 2}), None)
     ReplicaMismatchError: 'b': * ... 'c': *
-s.reduce('MEAN', [1, each(1)] if odd else [each(1), 1], None)
-    ReplicaMismatchError: [0] ... [1]
 s.reduce('SUM', each([ONES] * odd), None)
     ReplicaMismatchError: [] ... [*]
 s.reduce('SUM', each(ONES if odd else None), None)
     ReplicaMismatchError: not distributed
-s.gather(each(np.ones((2, 2))), int(odd))
-    ReplicaMismatchError: Strategy.gather
 s.gather(each(np.ones((2, 3 + odd))), 0)
     ReplicaMismatchError: (2, 3) ... (2, 4)
 s.gather(each(ONES), 0) if odd else s.reduce('SUM', each(ONES), None)
     ReplicaMismatchError: gather
-s.experimental_local_results(each(ONES if odd else None))
-    ReplicaMismatchError: not distributed
-s.experimental_local_results(each([ONES] * (1 + odd)))
-    ReplicaMismatchError: [*] ... [*, *]
-s.experimental_local_results(each({'a': 1} if odd else [1]))
-    ReplicaMismatchError: Strategy.experimental_local_results
 s.experimental_distribute_values_from_function(lambda context: (1.0,) * (1 + odd))
     ReplicaMismatchError: Strategy.experimental_distribute_values_from_function
 variable(np.ones(3 + odd))
@@ -444,8 +306,6 @@ s.run(lambda: hs.Variable(1.0, name='one' if odd else 'other'))
     ReplicaMismatchError: 'one' ... 'other'
 (v.assign_add if odd else v.assign)(here(ONES))
     ReplicaMismatchError: Variable.assign_add of 'v'
-(none if odd else v).assign(here(ONES))
-    ReplicaMismatchError: 'none'
 v.scatter_add(rows(1.0, [0, 1, 2] if odd else [0, 1]))
     ReplicaMismatchError: Variable.scatter_add ... 3 rows
 s.extended.update(v, lambda v: v.assign(here(ONES)) if odd else hs.barrier())
@@ -463,8 +323,6 @@ context().all_reduce('SUM', here(FIVE if odd else ONES))
     ReplicaMismatchError: (3,) ... (5,)
 context().all_reduce('MIN' if odd else 'SUM', here(ONES))
     ReplicaMismatchError: ReplicaContext.all_reduce(SUM ... ReplicaContext.all_reduce(MIN
-context().all_reduce('SUM', {'b' if odd else 'a': 1})
-    ReplicaMismatchError: 'a': * ... 'b': *
 context().all_gather(here({'b' if odd else 'a': ONES}), 0)
     ReplicaMismatchError: 'a': * ... 'b': *
 context().all_gather(here(ONES), 0) if odd else context().all_reduce('SUM', here(ONES))
@@ -475,13 +333,9 @@ context().merge_call(lambda s, *args: 0, (1, 2) if odd else ([1, 2],))
     ReplicaMismatchError: ReplicaContext.merge_call(
 large.assign(here(np.ones((300, 100)))) if odd else v.assign(here(ONES))
     ReplicaMismatchError: 'large'
-v.assign(here(ONES)) if odd else context().all_reduce('SUM', here(ONES))
-    ReplicaMismatchError: Variable.assign
 (v.scatter_add if odd else v.scatter_sub)(rows(1.0, [0]))
     ReplicaMismatchError: Variable.scatter_add ... Variable.scatter_sub
 (v if odd else scalars).assign(here(ONES))
-    ReplicaMismatchError: 'v' ... 'scalars'
-(v if odd else scalars).scatter_add(rows(1.0, [0]))
     ReplicaMismatchError: 'v' ... 'scalars'
 """
 
@@ -489,13 +343,9 @@ v.assign(here(ONES)) if odd else context().all_reduce('SUM', here(ONES))
 DIFFERENT_PLACES = """
 s.reduce('SUM', s.run(lambda: somewhere()), None)
     ReplicaMismatchError: on the GPU [0
-s.reduce('MEAN', s.run(lambda: somewhere()), 0)
-    ReplicaMismatchError: on the GPU [0
 s.gather(s.run(lambda: somewhere()), 0)
     ReplicaMismatchError: on the GPU [0
 s.run(lambda: context().all_reduce('MAX', somewhere()))
-    ReplicaMismatchError: on the GPU [0
-s.run(lambda: context().all_gather(somewhere(), 0))
     ReplicaMismatchError: on the GPU [0
 """
 
@@ -503,7 +353,6 @@ s.run(lambda: context().all_gather(somewhere(), 0))
 MASKED = """
 s.reduce('SUM', s.run(lambda: x), None)
 s.reduce('MEAN', s.run(lambda: x), 0)
-s.reduce('MAX', s.run(lambda: {'a': [TWO, x]}), None)
 s.reduce('SUM', s.run(lambda: hs.IndexedSlices(x, np.array([0, 1]), (4,))), None)
 s.gather(s.run(lambda: x), 0)
 s.extended.reduce_to('SUM', s.run(lambda: x), v)
@@ -511,7 +360,6 @@ s.experimental_distribute_values_from_function(lambda context: (TWO, x))
 s.run(lambda: context().all_reduce('SUM', x))
 s.run(lambda: context().all_gather(x, 0))
 within(s, lambda: hs.Variable(x))
-two.assign(x)
 s.run(lambda: two.assign_add(x))
 s.run(lambda: hs.optimizers.SGD(1.0).apply_gradients([(x, two)]))
 s.run(lambda: hs.optimizers.SGD(1.0).apply_gradients([(hs.IndexedSlices(x, [0, 1]), two)]))
@@ -523,24 +371,9 @@ s.reduce('MEAN', x, 0)
 s.gather(x, 0)
 s.run(lambda: hs.metrics.Mean().update_state(x))
 list(Dataset.from_tensor_slices((TWO, x)))
-list(Dataset.from_tensors(x))
 list(Dataset.range(2).map(lambda _: x))
 list(s.experimental_distribute_dataset([{'x': x}] * (2 * N)))
 hs.asnumpy([TWO, x])
-"""
-
-# Updates that a GPU refuses; `step` makes them of float32 and complex variables.
-OF_REALS = """
-step(hs.optimizers.Lion(0.5), 'f4', 'c8')
-    TypeError: numpy.sign of elements ... of complex64
-step(hs.optimizers.Lion(0.5), 'f4', 'c16', is_sparse=True)
-    TypeError: numpy.sign of elements ... of complex128
-step(Adamax(0.5), 'f4', 'c8')
-    TypeError: numpy.absolute, numpy.maximum of elements ... of complex64
-step(hs.optimizers.SGD(0.5, clipvalue=0.25, name='mine'), 'f4', 'c16')
-    TypeError: mine.apply_gradients: the update with clipvalue takes numpy.maximum, numpy.minimum
-step(hs.optimizers.SGD(0.5, clipvalue=0.25), 'f4', 'c8', is_sparse=True)
-    TypeError: numpy.maximum, numpy.minimum ... of complex64
 """
 
 if N > 1:
@@ -579,38 +412,32 @@ class Env:
     """Two strategies, with variables, and the names of programs."""
 
     def __init__(self, place, strategy, other):
-        self.place = place
-        self.s = strategy
+        self.place, self.s = place, strategy
         outside = hs.Variable(np.zeros(3, np.float32), name="outside", aggregation="SUM")
         with other.scope():
             foreign = hs.Variable(np.zeros(3, np.float32), name="foreign", aggregation="SUM")
+        sums = {"v": ONES * 0, "scalars": ONES * 0, "two": ONES[:2] * 0, "scalar": 0.0}
         with strategy.scope():
             made = [
-                hs.Variable(np.zeros(3, np.float32), name="v", aggregation="SUM"),
+                *(hs.Variable(value, name=name, aggregation="SUM") for name, value in sums.items()),
                 hs.Variable(np.zeros((300, 100)), name="large", aggregation="MEAN"),
                 hs.Variable(np.zeros(3, np.float32), name="none"),
-                hs.Variable(0.0, name="scalar", aggregation="SUM"),
-                hs.Variable(np.zeros(3, np.float32), name="scalars", aggregation="SUM"),
                 hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM"),
                 hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN"),
                 hs.Variable([True, False], name="b", aggregation="ONLY_FIRST_REPLICA"),
-                hs.Variable(np.zeros(2, np.float32), name="two", aggregation="SUM"),
             ]
             own = hs.Variable(ONES * 0, name="own", synchronization="ON_READ", aggregation="SUM")
-        self.variables = made
-        self.before = [v.numpy() for v in made]
-        self.v = made[0]
-        kept = []
+        self.variables, self.before = made, [v.numpy() for v in made]
+        self.v, kept = made[0], []
         strategy.run(lambda: kept.append(hs.get_replica_context()))
         self.names: dict[str, Any] = {
-            **{"hs": hs, "np": np, "Dataset": Dataset, "Checkpoint": Checkpoint},
-            **{"Manager": CheckpointManager, "N": N, "RANK": RANK},
-            **{"ONES": ONES, "FIVE": np.ones(5, np.float32), "context": hs.get_replica_context},
+            **{"hs": hs, "np": np, "Dataset": Dataset, "N": N},
+            **{"Manager": CheckpointManager, "RANK": RANK, "ONES": ONES},
+            **{"TWO": ONES[:2], "FIVE": np.ones(5, np.float32), "context": hs.get_replica_context},
             **{"s": strategy, "other": other, "place": place, "devices": place.devices},
             **{v.name: v for v in (outside, foreign, own, *made)},
             **{"kept": kept[0], "here": self.here, "each": self.each, "rows": self.rows},
             **{"within": within, "variable": self.variable, "from_function": self.from_function},
-            **{"TWO": np.ones(2, np.float32), "step": self.step, "Adamax": Adamax},
             "slices": hs.IndexedSlices(place.xp.ones((1, 2)), place.xp.array([0]), (4, 2)),
             "of_replica": lambda value: hs.PerReplica(self.here(value), RANK, N),
             "pairs": Dataset.from_tensor_slices((np.ones((4, 2)), np.arange(4))).batch(4),
@@ -618,17 +445,12 @@ class Env:
 
     def here(self, value) -> Any:
         """`value` with its arrays on this rank's device, if that supports their dtype."""
-        if (
-            isinstance(value, np.ndarray)
-            and value.dtype.kind in "biufc"
-            and value.dtype.char != "g"
-        ):
-            return self.place.xp.asarray(value)
         if isinstance(value, list):
             return [self.here(one) for one in value]
         if isinstance(value, dict):
             return {key: self.here(one) for key, one in value.items()}
-        return value
+        is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+        return self.place.xp.asarray(value) if is_array and value.dtype.char != "g" else value
 
     def each(self, value):
         """A value from each replica."""
@@ -642,21 +464,6 @@ class Env:
 
     def from_function(self, value):
         return self.s.experimental_distribute_values_from_function(lambda _: self.here(value))
-
-    def step(self, optimizer, *dtypes, is_sparse=False):
-        """Updates variables of twos, which `is_unchanged` looks at later; with rows of the last."""
-        xp = self.place.xp
-        made = [self.variable(np.full((900, 5), 2, dtype)) for dtype in dtypes]
-        self.variables += made
-        self.before += [v.numpy() for v in made]
-        gradients = [xp.ones(v.shape, v.dtype) for v in made]
-        if is_sparse:
-            gradients[-1] = hs.IndexedSlices(gradients[-1][:2], xp.asarray([3, 1]))
-        pairs = list(zip(gradients, made, strict=True))
-        try:
-            self.s.run(lambda: optimizer.apply_gradients(pairs))
-        finally:
-            assert optimizer.iterations == 0
 
     def run(self, program, odd, inside=False, **others):
         """Runs a program; `odd` says whether it is wrong on this rank."""

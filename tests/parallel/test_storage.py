@@ -1,8 +1,6 @@
 """Where variables are stored: who sees them, how long, and what comes where there is no memory."""
 
-import contextvars
 import gc
-import itertools
 import os
 import weakref
 from typing import Any
@@ -61,39 +59,20 @@ def start_of(v):
     return block.memory.start - block.owner.address
 
 
-# ---- how long memory lives
-
-
 def test_many_come_and_go(strategy):
     """All ranks draw the same sizes, and drop at times of their own; all keep their numbers."""
     random, own = np.random.default_rng(5), np.random.default_rng(RANK)
     alive: dict[int, Any] = {}
-    for i in range(100):
+    for i in range(60):
         shape = tuple(random.integers(0, 40, random.integers(0, 3)))
         dtype = [np.float32, np.float64, np.int8, np.complex64][i % 4]
-        alive[i] = hs.Variable(np.full(shape, i % 100, dtype))
+        alive[i] = hs.Variable(np.full(shape, i, dtype))
         # The same places on all ranks.
         assert len(set(COMM.allgather(start_of(alive[i])))) == 1
         while len(alive) > 20:
             del alive[int(own.choice(list(alive)))]
     for i, v in alive.items():
-        assert (v.numpy() == i % 100).all()
-    spans = sorted(
-        (v._state.block.memory.start, v._state.block.memory.stop) for v in alive.values() if v.size
-    )
-    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
-    assert all(start_of(v) % v.dtype.itemsize == 0 for v in alive.values())
-
-
-def test_a_view_outlives_its_variable(strategy):
-    kept: list[Any] = []
-    for size in 4, MIB:
-        strategy.run(lambda size=size: kept.append(hs.Variable(np.full(size, 1.0)).value()))
-    kept.append(contextvars.Context().run(hs.Variable, np.full(4, 1.0)).value())  # of no scope
-    gc.collect()
-    others = [hs.Variable(np.full(len(one), 100.0)) for one in kept for _ in range(3)]
-    assert all((one == 1).all() for one in kept)
-    assert all((v.numpy() == 100).all() for v in others)
+        assert (v.numpy() == i).all() and start_of(v) % v.dtype.itemsize == 0
 
 
 @on_the_cpu
@@ -111,16 +90,11 @@ def test_memory_goes_with_the_last_variable_in_it(strategy, slab_count):
     assert slab_count() == 2
     assert mapped_files() - files == (2 if N > 1 else 0)
     assert all((v.numpy() == 1).all() for v in made)
-
-
-@on_the_cpu
-def test_variables_that_come_and_go_take_bounded_memory(strategy, slab_count):
-    """6 MiB in all, in slabs of 1 MiB."""
-    keep = None
-    for i in range(100):
-        keep = hs.Variable(np.full(1 << 16, i % 100, np.int8))
+    made.clear()
+    for i in range(50):  # 3 MiB in all, in slabs of 1 MiB
+        made = [hs.Variable(np.full(1 << 16, i, np.int8)), *made][:1]
         assert slab_count() <= 2  # a new one is made while the last variable is alive
-    assert keep is not None and (keep.numpy() == 99).all()
+    assert (made[0].numpy() == 49).all()
     assert slab_count() == 1
 
 
@@ -140,9 +114,6 @@ def test_slots_go_with_their_optimizer(strategy, slab_count, xp):
         del optimizer
         gc.collect()
         assert slab_count() - before <= 1  # the slab in which the next slot is made
-
-
-# ---- no memory
 
 
 def test_a_variable_for_which_there_is_no_memory(strategy, xp):
@@ -221,8 +192,7 @@ def test_slots_for_which_one_rank_has_no_memory(strategy, monkeypatch):
 @on_the_cpu
 @pytest.mark.mpi(min_size=2)  # one rank alone has no mailboxes
 @pytest.mark.parametrize("strategy", STRATEGIES[:1], indirect=True)  # they share mailboxes
-@pytest.mark.parametrize("failing", [0, N - 1])
-def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch, failing):
+def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch):
     # More than mailboxes have room for now: strategies share them.
     size = strategy.replica_group.communicator.mailboxes._capacity // 8 + 1
     v = hs.Variable(np.zeros(size), aggregation="SUM")
@@ -231,9 +201,9 @@ def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch, faili
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        if RANK == failing:
+        if RANK == N - 1:
             patch.setattr(shared_file.SharedFile, "commit", refuse)
-        with pytest.raises(MemoryError, match=f"rank {failing}: none left"):
+        with pytest.raises(MemoryError, match=f"rank {N - 1}: none left"):
             strategy.run(lambda: v.assign(np.ones(size)))
     assert not v.numpy().any()
     strategy.run(lambda: v.assign(np.ones(size)))
@@ -241,7 +211,7 @@ def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch, faili
 
 
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_an_initial_value_that_fails_on_one_rank(strategy):
+def test_a_variable_that_fails_or_differs_on_one_rank(strategy, xp):
     for failing in range(N):
 
         def initial(failing=failing):
@@ -253,16 +223,7 @@ def test_an_initial_value_that_fails_on_one_rank(strategy):
             hs.Variable(initial)
         with pytest.raises((MemoryError, hs.ReplicaMismatchError)):
             hs.Variable(np.broadcast_to(np.float32(0), (10**14 if RANK == failing else 3,)))
-    assert hs.Variable([4.0]).numpy().tolist() == [4]
-
-
-# ---- who sees what
-
-
-@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_ranks_that_write_different_variables_are_told(strategy, xp):
-    """With one name and one shape: only the variable itself differs."""
-    for shape in [(3,), (9_000,)]:
+    for shape in [(3,), (9_000,)]:  # with one name and one shape: only the variable differs
         v, w = (hs.Variable(np.zeros(shape), aggregation="SUM") for _ in range(2))
         mine, value = (v if RANK == 0 else w), xp.ones(shape)
         with pytest.raises(hs.ReplicaMismatchError) as caught:
@@ -272,17 +233,3 @@ def test_ranks_that_write_different_variables_are_told(strategy, xp):
         with pytest.raises(hs.ReplicaMismatchError):
             strategy.run(mine.assign, (value,))
         assert not v.numpy().any() and not w.numpy().any()
-
-
-def test_numbers_of_one_rank_are_seen_by_all_at_once(strategy, xp):
-    """After each write every rank reads the new numbers, whichever rank wrote that part."""
-    v = hs.Variable(np.zeros(40_000), aggregation="SUM")
-
-    def replica():
-        for step in range(20):
-            v.assign_add(xp.full(40_000, float(RANK + step)))
-            total = sum(N * s + N * (N - 1) / 2 for s in range(step + 1))
-            view = v.value()
-            assert view[0] == view[-1] == view.min() == view.max() == total
-
-    strategy.run(replica)

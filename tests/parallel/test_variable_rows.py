@@ -10,7 +10,6 @@ import hpcstrat as hs
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-SUMS = {"add": np.add, "sub": np.subtract}
 
 
 def variable(strategy, value, **options):
@@ -35,10 +34,10 @@ def one_by_one(verb, value, indices, values):
         if verb == "update":
             value[index] = row
         else:
-            value[index] = SUMS[verb](value[index], row)
+            value[index] += row if verb == "add" else -row
 
 
-@pytest.mark.parametrize("verb", [*SUMS, "update"])
+@pytest.mark.parametrize("verb", ["add", "sub", "update"])
 def test_one_value_for_all_replicas(strategy, xp, verb):
     for shape in (4, 3), (700, 3):
         initial = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
@@ -49,30 +48,19 @@ def test_one_value_for_all_replicas(strategy, xp, verb):
         np.testing.assert_allclose(v.numpy(), initial, rtol=1e-12)
 
 
-COUNTS = {
-    "7 each": lambda rank: 7,
-    "rising from 0": lambda rank: 3 * rank,
-    "none": lambda rank: 0,
-    "falling from 900": lambda rank: 900 - 2 * rank,
-}
-
-
 @pytest.mark.parametrize(
-    "verb, aggregation, rows",
+    "verb, aggregation, count",
     [
-        ("add", "SUM", "7 each"),
-        ("sub", "SUM", "rising from 0"),
-        ("sub", "SUM", "none"),
-        ("add", "SUM", "falling from 900"),
-        ("sub", "MEAN", "7 each"),
-        ("add", "MEAN", "rising from 0"),
-        ("add", "MEAN", "none"),
-        ("sub", "ONLY_FIRST_REPLICA", "7 each"),
-        ("add", "ONLY_FIRST_REPLICA", "falling from 900"),
+        ("sub", "SUM", lambda rank: 3 * rank),
+        ("add", "SUM", lambda rank: 900 - 2 * rank),
+        ("sub", "MEAN", lambda rank: 7),
+        ("add", "MEAN", lambda rank: 0),
+        ("sub", "ONLY_FIRST_REPLICA", lambda rank: 7),
+        ("update", "ONLY_FIRST_REPLICA", lambda rank: 5 + rank),
     ],
+    ids=["rising from 0", "falling from 900", "mean of 7", "none", "first of 7", "update"],
 )
-def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, rows):
-    count = COUNTS[rows]
+def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, count):
     expected = np.arange(1.0, 61.0).reshape(20, 3)
     v = variable(strategy, xp.asarray(expected), aggregation=aggregation)
     scale = N if aggregation == "MEAN" else 1  # means are powers of 2, too
@@ -91,35 +79,21 @@ def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, rows):
     assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
 
 
-def test_an_update_of_the_first_replica(strategy, xp):
-    v = variable(strategy, xp.arange(8.0), aggregation="ONLY_FIRST_REPLICA")
-    strategy.run(
-        lambda: scatter(
-            v, "update", xp.asarray([2.5 + RANK, 9.5 + RANK]), xp.asarray([6 - RANK, 6 - RANK])
-        )
-    )
-    assert v.numpy().tolist() == [0, 1, 2, 3, 4, 5, 9.5, 7]
-
-
 @pytest.mark.parametrize(
-    "dtype",
-    [np.int8, np.int64, np.uint16, np.float16, ml_dtypes.bfloat16, np.float32, np.complex64],
+    "dtype", [np.int8, np.uint16, np.float16, ml_dtypes.bfloat16, np.complex64]
 )
 def test_dtypes(strategy, dtype):
-    dtype = np.dtype(dtype)
-    is_reducible = dtype != np.uint16
-    v = variable(
-        strategy, np.ones(5, dtype), aggregation="SUM" if is_reducible else "ONLY_FIRST_REPLICA"
-    )
-    strategy.run(lambda: scatter(v, "add", np.array([1 + RANK, 2], dtype), [0, 4]))
-    replicas = N if is_reducible else 1
+    aggregation, replicas = ("ONLY_FIRST_REPLICA", 1) if dtype == np.uint16 else ("SUM", N)
+    v = variable(strategy, np.ones(5, dtype), aggregation=aggregation)
     expected = [1 + replicas * (replicas + 1) // 2, 1, 1, 1, 1 + 2 * replicas]
-    assert v.numpy().astype(np.complex128).real.tolist() == expected
+    strategy.run(lambda: scatter(v, "add", np.array([1 + RANK, 2], dtype), [0, 4]))
+    assert np.array_equal(v.numpy(), np.array(expected, dtype)) and v.dtype == dtype
     scatter(v, "add", np.array([2, 3, 1], dtype), [1, 1, 3])
-    assert v.numpy().astype(np.complex128).real.tolist() == [expected[0], 6, 1, 2, expected[4]]
-    scatter(v, "update", np.array([2, 3, 2], dtype), [1, 1, 3])
-    assert v.numpy().astype(np.complex128).real.tolist() == [expected[0], 3, 1, 2, expected[4]]
-    assert v.dtype == dtype
+    expected[1:4] = 6, 1, 2
+    assert np.array_equal(v.numpy(), np.array(expected, dtype))
+    scatter(v, "update", np.array([2, 3, 4], dtype), [1, 1, 3])
+    expected[1:4] = 3, 1, 4
+    assert np.array_equal(v.numpy(), np.array(expected, dtype))
 
 
 def test_values_of_any_dtype_shape_and_number(strategy, xp):
@@ -138,21 +112,20 @@ def test_values_of_any_dtype_shape_and_number(strategy, xp):
         scatter(empty, "add", np.zeros(rows), indices)
         scatter(empty, "update", np.zeros(rows), indices)
         assert empty.sparse_read(indices).shape == rows
+    own = hs.Variable([float(RANK), 0.0])  # of no scope
+    scatter(own, "add", [1.0, RANK], [0, 1])
+    assert own.numpy().tolist() == [RANK + 1, RANK]
 
 
 def test_reads_are_copies(strategy, xp):
     v = variable(strategy, np.arange(6.0).reshape(3, 2))
 
     def replica():
-        read = v.sparse_read(xp.asarray([RANK % 3, 0])), v.sparse_read([[2, 1]]), v.sparse_read(1)
-        for one in read:
+        for one in (v.sparse_read(xp.asarray([RANK % 3, 0])), v.sparse_read([[2, 1]])):
             one[...] = -1
-        return read
 
     strategy.run(replica)
-    assert v.numpy().tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert hs.asnumpy(v.sparse_read([[2], [0]])).tolist() == [[[4, 5]], [[0, 1]]]
-    assert v.sparse_read(1).tolist() == [2, 3]
+    assert hs.asnumpy(v.sparse_read([[2], [0], [1]])).tolist() == [[[4, 5]], [[0, 1]], [[2, 3]]]
 
 
 def test_in_an_update(strategy, xp):
@@ -162,18 +135,10 @@ def test_in_an_update(strategy, xp):
         scatter(v, "add", xp.asarray([value, value]), [1, 1])
         scatter(v, "update", [7.0, 8.0], [3, 3])
         scatter(w, "add", [1.0], [0])
-        with pytest.raises(ValueError, match=r"not in 0\.\.3"):
-            scatter(v, "add", [1.0], [4])
 
     strategy.extended.update(v, change, args=(4.0,))
     assert v.numpy().tolist() == [0, 9, 2, 8]
     assert w.numpy().tolist() == [1, 1, 2, 3]
-
-
-def test_outside_of_every_scope():
-    v = hs.Variable([float(RANK), 0.0])
-    scatter(v, "add", [1.0, RANK], [0, 1])
-    assert v.numpy().tolist() == [RANK + 1, RANK]
 
 
 @pytest.mark.mpi(min_size=2)  # one rank agrees with itself
