@@ -31,11 +31,6 @@ def own(step):
     return every[RANK], np.sum(every, axis=0)
 
 
-def train(strategy, v, optimizer, step):
-    gradient = strategy.xp.asarray(own(step)[0])
-    strategy.run(optimizer.apply_gradients, args=([(gradient, v)],))
-
-
 def close(found, expected, tolerance=1e-12):
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -43,7 +38,7 @@ def close(found, expected, tolerance=1e-12):
 # ---- gradients
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.complex64])
 def test_each_row_is_summed_by_itself(strategy, xp, dtype):
     """However many other rows there are, and whatever is in them: one is infinite, one is NaN."""
     count = 3000
@@ -87,13 +82,10 @@ def test_large_gradients_of_every_layout(strategy, xp):
         optimizer = hs.optimizers.SGD(1.0)
     for _ in range(2):
         gradients = [
-            LAYOUTS[layout](xp, xp.asarray(gradient(layout, shape, RANK).astype(np.float32)))
-            for layout, shape in plan
+            LAYOUTS[one[0]](xp, xp.asarray(gradient(*one, RANK).astype(np.float32))) for one in plan
         ]
-        strategy.run(
-            lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)),
-            args=(gradients,),
-        )
+        pairs = list(zip(gradients, variables, strict=True))
+        strategy.run(optimizer.apply_gradients, args=(pairs,))
         for given, one in zip(gradients, plan, strict=True):
             assert np.array_equal(hs.asnumpy(given), gradient(*one, RANK))  # they are the caller's
     for variable, one in zip(variables, plan, strict=True):
@@ -102,16 +94,17 @@ def test_large_gradients_of_every_layout(strategy, xp):
 
 
 def test_gradients_that_are_other_variables_values(strategy):
-    numbers = np.arange(120_000).reshape(300, 400) % 97
+    numbers = np.arange(120_000.0).reshape(300, 400) % 97
     with strategy.scope():
-        one = hs.Variable(numbers.astype(np.float32))
-        other = hs.Variable((numbers[::-1] + 5).astype(np.float32))
+        one, other = hs.Variable(numbers), hs.Variable(numbers[::-1] + 5)
         optimizer = hs.optimizers.SGD(1.0)
-    for _ in range(3):
+
+    def step():
+        optimizer.apply_gradients([(other.value(), one), (one.value(), other)])
+
+    for _ in range(2):
         before = one.numpy(), other.numpy()
-        strategy.run(
-            lambda: optimizer.apply_gradients([(other.value(), one), (one.value(), other)])
-        )
+        strategy.run(step)
         assert np.array_equal(one.numpy(), before[0] - N * before[1])
         assert np.array_equal(other.numpy(), before[1] - N * before[0])
 
@@ -119,8 +112,6 @@ def test_gradients_that_are_other_variables_values(strategy):
 def test_no_variable_at_all_is_no_step(strategy):
     optimizer = hs.optimizers.SGD(0.5)
     assert strategy.run(lambda: optimizer.apply_gradients([])) is None
-    with strategy.scope():
-        optimizer.apply_gradients(zip([], [], strict=True))
     optimizer.apply_gradients(iter([]))
     assert optimizer.iterations == 0
 
@@ -149,24 +140,20 @@ def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
 
 
 FORMS = {
-    "one element or none": [
-        ((3, 5), "float32"),
-        ((0, 4), "float32"),
-        ((), "float64"),
-        ((1,), "float32"),
-        ((20_000,), "float64"),
-        ((7,), "float32"),
-    ],
     "many variables": [((1 + i % 5,), "float64") for i in range(150)],
-    "16 bits and complex": [
+    "any": [
         ((300, 5), "float16"),
+        ((0, 4), "float32"),
         ((90,), "bfloat16"),
         ((7,), "complex64"),
-        ((40,), "float32"),
+        ((), "float64"),
         ((30, 30), "complex128"),
+        ((20_000,), "float64"),
+        ((40,), "float32"),
+        ((1,), "float32"),
     ],
 }
-TOLERANCE = {"float64": 1e-12, "complex128": 1e-12, "float16": 2e-3, "bfloat16": 2e-2}
+TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float16": 2e-3, "bfloat16": 2e-2}
 
 
 def clipped(option, most, rate=0.5, kind: Any = hs.optimizers.SGD):
@@ -264,30 +251,16 @@ def test_norms_are_those_of_arrays_and_of_rows(strategy, option):
         close(found.numpy(), START - 0.5 * gradient * (0.25 / norm))
 
 
-@pytest.mark.parametrize(
-    ("option", "dtype"), [("clipnorm", np.int64), ("global_clipnorm", np.float16)]
-)
-def test_gradients_of_other_dtypes_are_clipped_with_rows(strategy, xp, option, dtype):
-    with strategy.scope():
-        w, table = hs.Variable(np.zeros(2)), hs.Variable(np.zeros((2, 1)))
-        optimizer = clipped(option, 1.0, 1.0)
-    rows = hs.IndexedSlices(xp.zeros((1, 1)), xp.asarray([0]))
-    strategy.run(lambda: optimizer.apply_gradients([(xp.asarray([3, 4], dtype), w), (rows, table)]))
-    close(w.numpy(), [-0.6, -0.8], 1e-7)  # [3, 4] for each replica has this direction
-
-
 @both_norms
-@pytest.mark.parametrize("where", ["in the replicas", "across replicas"])
-def test_norms_of_gradients_that_are_summed_already(strategy, option, where):
+def test_norms_of_gradients_that_are_summed_already(strategy, option):
+    """In the replicas, and across them."""
     with strategy.scope():
-        v, optimizer = hs.Variable(START), clipped(option, 0.5)
-    total = own(0)[1]
-    pairs = [(strategy.xp.asarray(total), v)]
-    if where == "across replicas":
-        optimizer.apply_gradients(pairs)
-    else:
-        strategy.run(lambda: optimizer.apply_gradients(pairs, skip_gradients_aggregation=True))
-    close(v.numpy(), START - 0.25 * total / np.linalg.norm(total))
+        v, w, optimizer = hs.Variable(START), hs.Variable(START), clipped(option, 0.5)
+    total = strategy.xp.asarray(own(0)[1])
+    strategy.run(lambda: optimizer.apply_gradients([(total, v)], skip_gradients_aggregation=True))
+    optimizer.apply_gradients([(total, w)])
+    for one in (v, w):
+        close(one.numpy(), START - 0.25 * own(0)[1] / np.linalg.norm(own(0)[1]))
 
 
 @both_norms
@@ -304,7 +277,7 @@ def test_a_restored_program_clips_the_same_bits(strategy, option, mpi_tmp_path):
         pairs = list(zip(gradients, variables, strict=True))
         strategy.run(lambda: optimizer.apply_gradients(pairs))
 
-    for trial in range(6):
+    for trial in range(3):
         random = np.random.default_rng([trial, RANK])
         gradients = [strategy.xp.asarray(random.standard_normal(n)) for n in shapes]
         first, restored = made(), made()
@@ -333,7 +306,8 @@ def test_a_learning_rate_that_changes_between_steps(strategy):
             assert optimizer.learning_rate == wanted
         else:
             rate.assign(wanted)
-        train(strategy, v, optimizer, step)
+        pairs = [(strategy.xp.asarray(own(step)[0]), v)]
+        strategy.run(optimizer.apply_gradients, args=(pairs,))
         velocity = 0.9 * velocity - wanted * own(step)[1]
         value = value + velocity
         close(v.numpy(), value)

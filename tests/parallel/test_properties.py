@@ -1,11 +1,10 @@
-"""Any nests, shapes, dtypes, uneven batches and orders of calls, compared with NumPy.
+"""Any nests, shapes, dtypes and orders of calls, compared with NumPy.
 
-`reduce` and `gather`: test_reduce.py.
+`reduce` and `gather`: test_reduce.py. Data: test_data_distributed.py.
 
 The draws are the same on every rank; what a rank passes follows from them and from its number.
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -19,10 +18,6 @@ from strategies import STRATEGIES
 from transports import has, kind
 
 import hpcstrat as hs
-from hpcstrat.data import Dataset
-
-# Short batches are intended.
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
@@ -144,35 +139,6 @@ def test_a_nest_into_run_and_out(strategy, plan):
                 check_equal(found, part(rank))
 
 
-def shares(batch):
-    """Each replica's part of a batch."""
-    sizes = [len(batch) // N + (rank < len(batch) % N) for rank in range(N)]
-    ends = list(itertools.accumulate(sizes))
-    return [batch[end - one : end].tolist() for one, end in zip(sizes, ends, strict=True)]
-
-
-@hypothesis.given(
-    st.integers(0, 60), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5)
-)
-def test_every_element_once_and_in_order(strategy, elements, size, can_be_indexed, drops, skipped):
-    every = np.arange(elements) * 7 % 61
-    source = (
-        Dataset.from_tensor_slices(every)
-        if can_be_indexed
-        else Dataset.from_generator(lambda: iter(every))
-    )
-    dataset = source.skip(skipped).batch(size, drop_remainder=drops)
-    rows = every[skipped:]
-    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    expected = [shares(batch) for batch in batches if len(batch) == size or not drops]
-    for _ in range(2):
-        found = [
-            [hs.asnumpy(part).tolist() for part in strategy.experimental_local_results(batch)]
-            for batch in strategy.experimental_distribute_dataset(dataset)
-        ]
-        assert found == expected
-
-
 WRITES = st.tuples(
     st.sampled_from(["assign", "assign_add", "assign_sub"]),
     st.integers(0, 2),
@@ -185,7 +151,7 @@ AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 @hypothesis.given(
     st.lists(SHAPES, min_size=3, max_size=3),
     st.permutations(AGGREGATIONS),
-    st.lists(WRITES, max_size=12),
+    st.lists(WRITES, max_size=8),
 )
 def test_any_writes_to_variables(strategy, shapes, aggregations, writes):
     """Three variables next to three arrays; in a replica context each replica's values differ."""
@@ -239,23 +205,22 @@ PLANS = st.lists(
         st.booleans(),
     ),
     min_size=1,
-    max_size=6,
+    max_size=4,
 )
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["NumPy", "compiled"])
-def compiles(request):
-    """Whether loops are compiled for the first update, however small."""
-    if request.param and compiled.compiler() is None:
-        pytest.skip("there is no C compiler")
+@pytest.fixture(scope="module")
+def compiles(strategy):
+    """Whether loops are compiled for the first update, however small: with one of the strategies."""
+    is_compiled = compiled.compiler() is not None and isinstance(strategy, hs.MirroredStrategy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "FEWEST_UPDATES", 0 if request.param else math.inf)
+        patch.setattr(compiled, "FEWEST_UPDATES", 0 if is_compiled else math.inf)
         patch.setattr(compiled, "FEWEST", math.inf)
-        yield request.param
+        yield is_compiled
 
 
-@hypothesis.given(st.sampled_from(list(OPTIMIZERS)), PLANS, st.integers(1, 3))
+@hypothesis.given(st.sampled_from(list(OPTIMIZERS)), PLANS, st.integers(1, 2))
 def test_optimizers_are_one_replicas_on_the_sum(strategy, place, compiles, name, plan, steps):
     """Next to the same optimizer on plain variables, which gets the sum in rank order.
 
