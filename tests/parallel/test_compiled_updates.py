@@ -66,12 +66,6 @@ def plain(optimizer, given, variables):
     optimizer.apply_gradients(zip(given, variables, strict=True))
 
 
-def read_only(optimizer, given, variables):
-    for array in given:
-        array.flags.writeable = False
-    plain(optimizer, given, variables)
-
-
 def in_columns(optimizer, given, variables):
     plain(optimizer, [array.T.copy().T for array in given], variables)
 
@@ -87,7 +81,7 @@ def from_buffers(optimizer, given, variables):
     plain(optimizer, buffers, variables)
 
 
-GRADIENTS = [plain, read_only, in_columns, in_another_order, from_buffers]
+GRADIENTS = [plain, in_columns, in_another_order, from_buffers]
 FLOATS = ["float32"] * 5
 
 

@@ -206,78 +206,66 @@ def difference():
     return metrics.MeanMetricWrapper(lambda y, p: y - p, "of a function")
 
 
-NO_NUMBERS = {
-    "values": (metrics.Mean, ("x",), "values is 'x'; it must be an array of numbers"),
-    "None": (metrics.Mean, (None,), "values is None; it must be an array of numbers"),
-    "None among values": (metrics.Mean, ([1.0, None],), r"values is \[1.0, None\]"),
-    "digits": (metrics.Mean, (["1.5"],), r"values is \['1.5'\]"),
-    "weights": (metrics.Sum, ([1.0], ["x"]), "sample_weight is"),
-    "None as weight": (metrics.Sum, ([1.0], [None]), r"sample_weight is \[None\]"),
-    "predictions": (metrics.MeanSquaredError, ([1.0], [None, "x"]), "y_pred is"),
-    "None for labels": (metrics.Accuracy, (None, [1]), "y_true is None"),
-    "None for scores": (metrics.SparseCategoricalAccuracy, ([1], None), "y_pred is None"),
-    "None for classes": (matrix_of_2, (None, None), "y_true is None"),
-    "a function without result": (without_result, ([1], [1]), "values is None"),
-}
-COMPLEX = {
-    "values": (metrics.Mean, ([1j, 2],)),
-    "values, a number": (metrics.Mean, (2 + 1j,)),
-    "values of 64 bits": (metrics.Sum, (np.zeros(2, np.complex64),)),
-    "values of a function": (difference, ([1j, 2], [0, 0])),
-    "sample_weight of a sum": (metrics.Sum, ([1.0, 2.0], [1j, 2])),
-    "sample_weight of errors": (metrics.MeanSquaredError, ([0.0, 1.0], [0.0, 1.0], [1j, 1])),
-    "sample_weight of counts": (matrix_of_2, ([0, 1], [0, 1], [1j, 1])),
-    "y_pred for a threshold": (metrics.BinaryAccuracy, ([0, 1], [0.2j, 0.7])),
-    "y_pred, scores": (metrics.SparseCategoricalAccuracy, ([0, 1], [[1j, 0], [0, 1]])),
-    "y_true, class indices": (metrics.SparseCategoricalAccuracy, ([0, 1j], [[1, 0], [0, 1]])),
-    "y_true, one-hot": (metrics.CategoricalAccuracy, ([[1j, 0]], [[1, 0]])),
-    "y_true of a matrix": (matrix_of_2, ([0, 1j], [0, 1])),
-    "y_pred of a matrix": (matrix_of_2, ([0, 1], [0, 1j])),
-}
-"""By what is complex: the metric, and the arguments."""
-
-sparse, binary = metrics.SparseCategoricalAccuracy, metrics.BinaryAccuracy
-SHAPES = {
-    "other shapes": (metrics.Accuracy, (np.ones(3), np.ones((3, 1))), r"\(3,\) and y_pred \(3, 1"),
-    "fewer class indices": (sparse, ([0, 1], [[1.0, 2.0]]), r"\(2,\) and y_pred \(1, 2\)"),
-    "scores without classes": (sparse, ([0, 1], [1.0, 2.0]), "y_pred must have one more dimension"),
-    "class indices for one-hot labels": (
-        *(metrics.CategoricalAccuracy, ([0, 1], [[1.0, 2.0]])),
-        r"y_true has shape \(2,\) and y_pred \(1, 2\)",
-    ),
-    "no classes": (
-        *(metrics.CategoricalAccuracy, (np.ones((2, 0)), np.ones((2, 0)))),
-        "its last dimension must be that of classes",
-    ),
-    "one more dimension": (binary, ([0, 1], [[1.0]]), r"\(1, 1\); they must be equal"),
-    "more weights": (binary, ([0, 1], [0.0, 1.0], [1.0] * 3), r"sample_weight has shape \(3,\)"),
-    "weights of two dimensions": (
-        *(metrics.MeanAbsoluteError, ([0, 1], [0.0, 1.0], np.ones((2, 2)))),
-        "sample_weight has shape",
-    ),
-}
+NO_NUMBERS = [
+    (metrics.Mean, ("x",), "values is 'x'; it must be an array of numbers"),
+    (metrics.Mean, (None,), "values is None; it must be an array of numbers"),
+    (metrics.Mean, ([1.0, None],), r"values is \[1.0, None\]"),
+    (metrics.Mean, (["1.5"],), r"values is \['1.5'\]"),
+    (metrics.Sum, ([1.0], [None]), r"sample_weight is \[None\]"),
+    (metrics.MeanSquaredError, ([1.0], [None, "x"]), "y_pred is"),
+    (metrics.Accuracy, (None, [1]), "y_true is None"),
+    (metrics.SparseCategoricalAccuracy, ([1], None), "y_pred is None"),
+    (matrix_of_2, (None, None), "y_true is None"),
+    (without_result, ([1], [1]), "values is None"),
+]
+COMPLEX = [  # by what is complex
+    ("values", metrics.Mean, ([1j, 2],)),
+    ("values", metrics.Mean, (2 + 1j,)),
+    ("values", metrics.Sum, (np.zeros(2, np.complex64),)),
+    ("values", difference, ([1j, 2], [0, 0])),
+    ("sample_weight", metrics.Sum, ([1.0, 2.0], [1j, 2])),
+    ("sample_weight", metrics.MeanSquaredError, ([0.0, 1.0], [0.0, 1.0], [1j, 1])),
+    ("sample_weight", matrix_of_2, ([0, 1], [0, 1], [1j, 1])),
+    ("y_pred", metrics.BinaryAccuracy, ([0, 1], [0.2j, 0.7])),
+    ("y_pred", metrics.SparseCategoricalAccuracy, ([0, 1], [[1j, 0], [0, 1]])),
+    ("y_true", metrics.SparseCategoricalAccuracy, ([0, 1j], [[1, 0], [0, 1]])),
+    ("y_true", metrics.CategoricalAccuracy, ([[1j, 0]], [[1, 0]])),
+    ("y_true", matrix_of_2, ([0, 1j], [0, 1])),
+    ("y_pred", matrix_of_2, ([0, 1], [0, 1j])),
+]
+ONE_HOT, SPARSE, BINARY = (
+    metrics.CategoricalAccuracy,
+    metrics.SparseCategoricalAccuracy,
+    metrics.BinaryAccuracy,
+)
+SHAPES = [
+    (metrics.Accuracy, (np.ones(3), np.ones((3, 1))), r"\(3,\) and y_pred \(3, 1"),
+    (SPARSE, ([0, 1], [[1.0, 2.0]]), r"\(2,\) and y_pred \(1, 2\)"),
+    (SPARSE, ([0, 1], [1.0, 2.0]), "y_pred must have one more dimension"),
+    (ONE_HOT, ([0, 1], [[1.0, 2.0]]), r"y_true has shape \(2,\) and y_pred \(1, 2\)"),
+    (ONE_HOT, (np.ones((2, 0)), np.ones((2, 0))), "its last dimension must be that of classes"),
+    (BINARY, ([0, 1], [[1.0]]), r"\(1, 1\); they must be equal"),
+    (BINARY, ([0, 1], [0.0, 1.0], [1.0] * 3), r"sample_weight has shape \(3,\)"),
+    (BINARY, ([0, 1], [0.0, 1.0], np.ones((2, 2))), "sample_weight has shape"),
+]
 
 
-@pytest.mark.parametrize("case", NO_NUMBERS)
-def test_what_is_no_number(mirrored, case):
-    kind, given, said = NO_NUMBERS[case]
-    check_refused(mirrored, make(mirrored, kind), given, TypeError, said)
+def test_what_is_no_number(mirrored):
+    for kind, given, said in NO_NUMBERS:
+        check_refused(mirrored, make(mirrored, kind), given, TypeError, said)
 
 
-@pytest.mark.parametrize("case", SHAPES)
-def test_shapes_that_do_not_fit(mirrored, xp, case):
-    kind, given, said = SHAPES[case]
-    given = [xp.asarray(one) for one in given]
-    check_refused(mirrored, make(mirrored, kind), given, ValueError, f".*{said}")
+def test_shapes_that_do_not_fit(mirrored, xp):
+    for kind, given, said in SHAPES:
+        given = [xp.asarray(one) for one in given]
+        check_refused(mirrored, make(mirrored, kind), given, ValueError, f".*{said}")
 
 
-@pytest.mark.parametrize("case", COMPLEX)
-def test_complex_numbers_that_are_refused(mirrored, xp, case):
-    kind, given = COMPLEX[case]
-    name = case.split()[0].rstrip(",")
-    said = rf"{name} has dtype complex\d+, and must be real; pass abs\({name}\), or {name}.real and"
-    given = [xp.asarray(one) for one in given]
-    check_refused(mirrored, make(mirrored, kind), given, TypeError, f"{said} {name}.imag to two")
+def test_complex_numbers_that_are_refused(mirrored, xp):
+    for name, kind, given in COMPLEX:
+        said = rf"{name} has dtype complex\d+, and must be real; pass abs\({name}\), or {name}.real"
+        given = [xp.asarray(one) for one in given]
+        check_refused(mirrored, make(mirrored, kind), given, TypeError, said)
 
 
 def check_refused(strategy, metric, given, error, said):
