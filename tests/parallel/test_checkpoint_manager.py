@@ -72,6 +72,13 @@ class Program:
         )
 
 
+def check_restored(strategy, path, state):
+    """That the next start begins there."""
+    again = Program(strategy, path)
+    assert again.manager.restore_or_initialize() == path
+    assert again.state() == state
+
+
 def states(strategy, path, steps):
     """After each step, undisturbed."""
     program = Program(strategy, path)
@@ -102,18 +109,14 @@ def test_the_file_is_an_ordinary_checkpoint(strategy, path):
     program = Program(strategy, path, every=3, keep=2, blocking=False)
     program.train(7)  # the next start waits for the file
     for name, steps in ((path, 6), (f"{path}.1", 3)):
-        again = Program(strategy, name)
-        assert again.manager.restore_or_initialize() == name
-        assert again.state() == expected[steps]
+        check_restored(strategy, name, expected[steps])
     assert program.manager.save() == path
     other = Program(strategy, path)
     checkpoint = Checkpoint(w=other.w, optimizer=other.optimizer, seen=other.seen)
     checkpoint.restore(path)
     assert other.state() == (*expected[7][:3], 0)
     checkpoint.save(path)  # without the number of the step
-    again = Program(strategy, path)
-    assert again.manager.restore_or_initialize() == path
-    assert again.state() == other.state()
+    check_restored(strategy, path, other.state())
 
 
 def test_without_a_file_the_previous_one_is_restored(strategy, path, monkeypatch):
@@ -132,9 +135,7 @@ def test_without_a_file_the_previous_one_is_restored(strategy, path, monkeypatch
     again.train(2).manager.save()
     MPI.COMM_WORLD.Barrier()
     for name, steps in ((path, 4), (f"{path}.1", 2)):
-        again = Program(strategy, name)
-        assert again.manager.restore_or_initialize() == name
-        assert again.state() == expected[steps]
+        check_restored(strategy, name, expected[steps])
 
 
 def is_open(path):
@@ -209,9 +210,7 @@ def test_a_signal_saves_the_step_and_ends(strategy, path, capsys, name, rank, op
     assert signal.getsignal(number) is signal.SIG_IGN  # until the end of the process
     with CheckpointFile(path) as file:  # in any case on disk by now
         assert file.step == 3
-    again = Program(strategy, path)
-    assert again.manager.restore_or_initialize() == path
-    assert again.state() == expected[3]
+    check_restored(strategy, path, expected[3])
     with program.manager:  # a new block, in which no signal came
         program.train(1)
 
@@ -260,9 +259,7 @@ def test_the_end_of_the_block_restores_handlers_and_raises_the_files_error(
     with pytest.raises(OSError, match="No space .* in the background"):
         program.train(1)
     monkeypatch.undo()
-    again = Program(strategy, path)
-    assert again.manager.restore_or_initialize() == path
-    assert again.manager.steps == 1
+    assert Program(strategy, path).manager.restore_or_initialize() == path
 
 
 WRONG = [
@@ -272,15 +269,13 @@ WRONG = [
     ({"every": 0}, ValueError, "every is 0; it must be a number of steps"),
     ({"every": 0.5}, ValueError, "every is 0.5; it must be a number of steps"),
     ({"keep": 0}, ValueError, "keep is 0; it must be the number of files"),
-    *(
-        ({"exit_status": status}, ValueError, f"exit_status is {status!r}; it must be from 1 to")
-        for status in (0, 256, -1, "x")
-    ),
-    *(
-        ({"signals": [signal.SIGTERM, one]}, ValueError, "signals has .* no program can record")
-        for one in (0, 65, -1, "SIGUSR1", signal.SIGKILL, signal.SIGSTOP)
-    ),
 ]
+for one in (0, 256, -1, "x"):
+    said = f"exit_status is {one!r}; it must be from 1 to"
+    WRONG.append(({"exit_status": one}, ValueError, said))
+for one in (0, 65, -1, "SIGUSR1", signal.SIGKILL, signal.SIGSTOP):
+    said = "signals has .* no program can record"
+    WRONG.append(({"signals": [signal.SIGTERM, one]}, ValueError, said))
 
 
 def test_wrong_uses_are_refused_when_it_is_made(strategy, path):

@@ -25,22 +25,13 @@ on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 
 class ByDlpack:
     def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **arguments):
-        return self.array.__dlpack__(**arguments)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
 class ByInterface:
     def __init__(self, array):
+        self.__array_interface__ = array.__array_interface__
         self.array = array
-
-    @property
-    def __array_interface__(self):
-        return self.array.__array_interface__
 
 
 @dataclasses.dataclass

@@ -62,21 +62,6 @@ def test_dtypes(xp, dtype):
             )
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_large_logits_do_not_overflow(xp, dtype):
-    x = xp.asarray(np.array([[1e4, -1e4, 0], [-1e4, -1e4, -1e4]], dtype))
-    for labels in (xp.array([1, 2]), xp.asarray(np.eye(3)[[1, 2]])):
-        found, gradient = losses.softmax_cross_entropy(labels, x)
-        assert found.tolist() == pytest.approx([2e4, np.log(3)], rel=1e-6)
-        assert gradient.tolist()[0] == [1, -1, 0]
-        assert gradient.tolist()[1] == pytest.approx([1 / 3, 1 / 3, -2 / 3], rel=1e-6)
-    found, gradient = losses.sigmoid_cross_entropy(
-        xp.array([0, 1, 1, 0]), xp.asarray(np.array([1e4, 1e4, -1e4, -1e4], dtype))
-    )
-    assert found.tolist() == [1e4, 0, 1e4, 0]
-    assert gradient.tolist() == [1, 0, -1, 0]
-
-
 def test_a_class_that_is_masked_out_counts_only_if_it_is_right(xp):
     x = xp.array([[0.0, -np.inf, 0.0]])
     for labels in (xp.array([0]), xp.array([[1.0, 0.0, 0.0]])):
@@ -86,94 +71,51 @@ def test_a_class_that_is_masked_out_counts_only_if_it_is_right(xp):
     assert losses.softmax_cross_entropy(xp.array([1]), x)[0].tolist() == [np.inf]
 
 
-def test_replicas_take_the_step_of_the_whole_batch(strategy, xp):
-    """Losses and gradients over the global batch size add up; the last replica has no part."""
-    random = np.random.default_rng(9)
-    x, y = random.normal(size=(7, 3)), random.integers(0, 3, 7)
-    w = random.normal(size=(3, 3))
-    parts = np.array_split(np.arange(7), max(N - 1, 1))
-    part = parts[RANK] if RANK < len(parts) else np.arange(0)
-    with strategy.scope():
-        variable = hs.Variable(w)
-        optimizer = hs.optimizers.SGD(1.0)
-
-    def step():
-        own = xp.asarray(x[part])
-        found, gradient = losses.softmax_cross_entropy(xp.asarray(y[part]), own @ variable.value())
-        optimizer.apply_gradients([(own.T @ (gradient / 7), variable)])
-        return losses.compute_average_loss(found, global_batch_size=7)
-
-    total = strategy.reduce("SUM", strategy.run(step), axis=None)
-    expected, gradient = losses.softmax_cross_entropy(y, x @ w)
-    assert float(total) == pytest.approx(expected.mean(), rel=1e-13)
-    np.testing.assert_allclose(variable.numpy(), w - x.T @ gradient / 7, rtol=1e-12, atol=1e-14)
-
-
 def test_an_index_that_is_no_class(xp):
     """An error on the host; NaN on a GPU, where the host does not wait to check."""
-    x = xp.zeros((3, 2))
     for wrong in 2, -1:
-        labels = xp.array([1, wrong, 0])
+        labels, x = xp.array([1, wrong, 0]), xp.zeros((3, 2))
         if xp is np:
             said = "softmax_cross_entropy: labels has class indices that are negative"
             with pytest.raises(ValueError, match=said):
                 losses.softmax_cross_entropy(labels, x)
-        else:
-            for one in losses.softmax_cross_entropy(labels, x):
-                are_nan = np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1)
-                assert are_nan.tolist() == [False, True, False]
+            continue
+        for one in losses.softmax_cross_entropy(labels, x):
+            are_nan = np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1)
+            assert are_nan.tolist() == [False, True, False]
 
 
 # ---- the average loss of the global batch
 
 
-def of_replicas(strategy, fn):
-    return strategy.reduce("SUM", strategy.run(fn), None)
+def of_replicas(strategy, loss, *args, **kwargs):
+    return strategy.reduce("SUM", strategy.run(loss, args, kwargs), None)
 
 
 def test_the_average_loss_of_the_global_batch(mirrored, xp):
     """Uneven parts with a given global batch size: their sum is the mean of all."""
     parts = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
-    size = sum(map(len, parts))
-    found = of_replicas(
-        mirrored,
-        lambda: losses.compute_average_loss(xp.asarray(parts[RANK]), global_batch_size=size),
-    )
+    size, average = sum(map(len, parts)), losses.compute_average_loss
+    found = of_replicas(mirrored, average, xp.asarray(parts[RANK]), global_batch_size=size)
     assert found.dtype == np.float32
     assert float(found) == pytest.approx(np.concatenate(parts).mean(), rel=1e-6)
-    found = of_replicas(
-        mirrored,
-        lambda: losses.compute_average_loss(xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1])),
-    )
+    found = of_replicas(mirrored, average, xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1]))
     assert float(found) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
-    found = of_replicas(mirrored, lambda: losses.scale_regularization_loss(xp.array([1.0, 5.0])))
+    found = of_replicas(mirrored, losses.scale_regularization_loss, xp.array([1.0, 5.0]))
     assert float(found) == pytest.approx(6, rel=1e-15)
 
 
 def test_weights_never_repeat_losses(mirrored, xp):
     """The sum over replicas of r + 1 times a loss of 2 to the i, times its weight."""
-    for shape, weights in [
-        ((3,), (3,)),
-        ((3,), (3, 1)),
-        ((3,), ()),
-        ((3,), (1,)),
-        ((3, 2), (3,)),
-        ((3, 2), (3, 1)),
-        ((3, 2), (3, 2)),
-        ((3, 2), (3, 2, 1)),
-        ((0,), (0, 1)),
-    ]:
+    some = [((3,), (3, 1)), ((3,), ()), ((3,), (1,)), ((0,), (0, 1))]
+    for shape, weights in [*some, *(((3, 2), one) for one in [(3,), (3, 1), (3, 2), (3, 2, 1)])]:
         own = 2.0 ** np.arange(np.prod(shape, dtype=int)).reshape(shape)
         weight = 1.0 + np.arange(np.prod(weights, dtype=int)).reshape(weights)
         ones = (1,) * (own.ndim - weight.ndim)
         of_each = np.broadcast_to(weight.reshape(weight.shape[: own.ndim] + ones), shape)
-
-        def average(own=own, weight=weight):
-            given = xp.asarray(own * (RANK + 1)), xp.asarray(weight)
-            return losses.compute_average_loss(*given, global_batch_size=4)
-
-        expected = (own * of_each).sum() * N * (N + 1) / 2 / 4
-        assert float(of_replicas(mirrored, average)) == expected, (shape, weights)
+        given = xp.asarray(own * (RANK + 1)), xp.asarray(weight)
+        found = of_replicas(mirrored, losses.compute_average_loss, *given, global_batch_size=4)
+        assert float(found) == (own * of_each).sum() * N * (N + 1) / 2 / 4, (shape, weights)
 
 
 def test_weights_that_do_not_fit(mirrored, xp):
@@ -185,11 +127,8 @@ def test_weights_that_do_not_fit(mirrored, xp):
 
 # ---- what is refused
 
-softmax, sigmoid, squared = (
-    losses.softmax_cross_entropy,
-    losses.sigmoid_cross_entropy,
-    losses.squared_error,
-)
+softmax, sigmoid = losses.softmax_cross_entropy, losses.sigmoid_cross_entropy
+squared = losses.squared_error
 REFUSED = [
     (softmax, ([0, 1], [[1, 2]]), TypeError, "logits is of dtype int64"),
     (softmax, ([0.0], [[1.0]]), TypeError, "class indices of dtype float64"),
