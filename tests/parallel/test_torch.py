@@ -118,7 +118,8 @@ def test_parameters_that_some_or_all_replicas_leave_unused(strategy, ddp):
     # No replica takes the last two, and only rank 0 takes the second.
     taken, x = ([0, 1] if RANK == 0 else [0]), torch.full((3, 2), RANK + 1.0)
     ours, theirs = Branches(), Branches()
-    ddp(theirs, find_unused_parameters=True)(x, taken).backward()
+    model = ddp(theirs, find_unused_parameters=True)
+    model(x, taken).backward()
     hs.torch.broadcast(ours)
 
     def step():
