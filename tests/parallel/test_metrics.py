@@ -94,16 +94,14 @@ def test_weights_and_values_of_the_host_and_of_the_device(strategy, xp):
 
 @pytest.mark.mpi(min_size=2)  # with one replica the script's own level counts for it
 def test_the_scripts_own_level_and_a_metric_of_no_scope_are_refused(strategy):
-    mean = make(strategy, metrics.Mean)
-    with (
-        strategy.scope(),
-        pytest.raises(RuntimeError, match="Mean.update_state was called in the cross-replica"),
-    ):
+    mean, outside = make(strategy, metrics.Mean), metrics.Mean("loss")
+    said = "Mean.update_state was called in the cross-replica"
+    with strategy.scope(), pytest.raises(RuntimeError, match=said):
         mean.update_state(3.0)
     assert mean.result() == 0
-    outside, said = metrics.Mean("loss"), "'loss': the variable was made outside of this strategy"
+    said = "'loss': the variable was made outside of this strategy"
     with pytest.raises(RuntimeError, match=said):
-        strategy.run(lambda: outside.update_state(1.0))
+        strategy.run(outside.update_state, args=(1.0,))
 
 
 def test_the_dtype_is_that_of_the_result(mirrored, xp):
@@ -113,35 +111,18 @@ def test_the_dtype_is_that_of_the_result(mirrored, xp):
     assert mean.result() == np.float32((N - 1) / 2 + 0.1)
 
 
-def test_a_call_updates_and_returns_the_result(strategy, xp):
-    mean = make(strategy, metrics.Mean)
-    for step in range(3):
-        found = strategy.run(
-            lambda step=step: mean(xp.full(RANK + 1, step + 1.0), sample_weight=xp.array(2.0))
-        )
-        for one in strategy.experimental_local_results(found):
-            assert one == mean.result() == (step + 2) / 2
-
-
 # ---- names, and metrics of the program
 
 
 def test_names():
     """As Keras makes them from the classes."""
-    kinds = "Mean Sum Accuracy BinaryAccuracy CategoricalAccuracy SparseCategoricalAccuracy "
-    kinds += "MeanAbsoluteError MeanSquaredError RootMeanSquaredError"
-    for kind in kinds.split():
+    for kind in "Mean Accuracy SparseCategoricalAccuracy MeanAbsoluteError".split():
         words = "_".join(word.lower() for word in re.findall("[A-Z][a-z]*", kind))
         assert getattr(metrics, kind)().name == words
         assert repr(getattr(metrics, kind)(name="own")) == f"{kind}(name='own')"
     assert metrics.Mean("loss").name == "loss"
-    assert metrics.ConfusionMatrix(2).name == "confusion_matrix"
-
-    class ROC(metrics.Mean): ...
-
-    class PixelIoU(metrics.Mean): ...
-
-    assert [ROC().name, PixelIoU().name] == ["roc", "pixel_io_u"]
+    names = [type(name, (metrics.Mean,), {})().name for name in ("ROC", "PixelIoU")]
+    assert names == ["roc", "pixel_io_u"]
 
 
 def test_a_metric_of_the_program(mirrored, xp):

@@ -172,22 +172,15 @@ def test_gradients_of_different_dtypes_and_layouts(strategy, op):
 
 
 def test_values_of_rank_0_for_every_dtype_and_layout():
-    kinds = [*FLOATS, "int64", "uint8", "bool"]
-    module = module_of(
-        **{
-            name: (torch.arange(4).reshape(2, 2) + RANK).to(getattr(torch, name)).T
-            for name in kinds
-        }
-    )
+    kinds, values = [*FLOATS, "int64", "uint8", "bool"], torch.arange(4).reshape(2, 2).T
+    module = module_of(**{name: (values + RANK).to(getattr(torch, name)) for name in kinds})
     module.register_buffer("number", torch.tensor(RANK))
     module.register_buffer("nothing", torch.ones(0, 2))
     module.register_buffer("every_second", torch.arange(8.0)[RANK::2][:3])
     places = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     hs.torch.broadcast(module)
     for name in kinds:
-        assert torch.equal(
-            getattr(module, f"of_{name}"), torch.arange(4).reshape(2, 2).T.to(getattr(torch, name))
-        )
+        assert torch.equal(getattr(module, f"of_{name}"), values.to(getattr(torch, name)))
     assert [module.number.item(), module.every_second.tolist()] == [0, [0, 2, 4]]
     assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == places
 
