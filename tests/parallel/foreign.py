@@ -9,25 +9,15 @@ class Torch:
     """Stands in for the module `torch`, which does not know simulated GPUs.
 
     Its tensors are over CuPy's memory. As in PyTorch, the current GPU is CUDA's, and each GPU has
-    its own current stream, which nothing orders with CuPy's.
-
-    Args:
-        cupy: the module.
-        streams: CuPy streams that may be passed by their pointers.
+    its own current stream, which nothing orders with CuPy's. `streams` may be passed by pointers.
     """
 
     uint8 = np.uint8
 
     def __init__(self, cupy, *streams):
-        self.cupy = cupy
-        self.Tensor = Tensor
-        self._own = {}
+        self.cupy, self.Tensor, self._own = cupy, Tensor, {}
         self._by_pointer = {stream.ptr: stream for stream in streams}
-
-    @property
-    def cuda(self):
-        """The module `torch.cuda`."""
-        return types.SimpleNamespace(
+        self.cuda = types.SimpleNamespace(
             current_stream=self._current_stream, ExternalStream=self._external_stream
         )
 

@@ -54,15 +54,15 @@ def test_mean_and_sum(strategy, xp):
 
 
 def test_update_state_never_communicates(strategy):
-    mean = make(strategy, metrics.Mean)
+    mean, calls = make(strategy, metrics.Mean), strategy.replica_group.communicator.calls
 
     def replica():
-        before = strategy.replica_group.communicator.calls.number
+        before = calls.number
         for _ in range(RANK + 1):
             mean.update_state([1.0, 2.0, 6.0])
         if RANK == 0:
             mean.reset_state()  # in a replica: this replica's
-        assert strategy.replica_group.communicator.calls.number == before
+        assert calls.number == before
 
     strategy.run(replica)
     assert mean.result() == (3 if N > 1 else 0)

@@ -1,6 +1,6 @@
 """Any nests, shapes, dtypes and orders of calls, compared with NumPy.
 
-`reduce` and `gather`: test_reduce.py. Data: test_data_distributed.py.
+Reductions and gathers of nests across replicas: test_reduce.py. Data: test_data_distributed.py.
 
 The draws are the same on every rank; what a rank passes follows from them and from its number.
 """
@@ -93,50 +93,6 @@ def test_all_reduce(strategy, plan, op):
         check_equal(context().all_reduce(op, value), mapped(expected, plan))
 
     strategy.run(step)
-
-
-@hypothesis.given(NESTS, st.data())
-def test_all_gather(strategy, plan, data):
-    """Parts of all sizes along an axis that every array has."""
-    ranks = []
-    mapped(lambda shape, dtype: ranks.append(len(shape)), plan)
-    hypothesis.assume(0 not in ranks)
-    axis = data.draw(st.integers(0, min(ranks, default=1) - 1))
-    rows = data.draw(st.lists(st.integers(0, 9), min_size=N, max_size=N))
-
-    def part(shape, dtype, rank):
-        return numbers((*shape[:axis], rows[rank], *shape[axis + 1 :]), dtype, rank)
-
-    def expected(shape, dtype):
-        return np.concatenate([part(shape, dtype, rank) for rank in range(N)], axis)
-
-    def step():
-        value = mapped(lambda shape, dtype: strategy.xp.asarray(part(shape, dtype, RANK)), plan)
-        check_equal(context().all_gather(value, axis), mapped(expected, plan))
-
-    strategy.run(step)
-
-
-@hypothesis.given(NESTS)
-def test_a_nest_into_run_and_out(strategy, plan):
-    """The replicas' values come out unchanged, and all ranks see all of them."""
-
-    def part(rank, xp=np):
-        return mapped(lambda shape, dtype: xp.asarray(numbers(shape, dtype, rank)), plan)
-
-    inside = []
-    made = strategy.run(lambda: part(RANK, strategy.xp))
-    back = strategy.run(
-        lambda value, *, more: [inside.append(value), (value, more)][1], (made,), {"more": made}
-    )
-    check_equal(inside[0], part(RANK))
-    for one in (made, *back):
-        everyones = strategy.experimental_local_results(one)
-        if len(everyones) == 1:  # one replica, or no array in it
-            check_equal(everyones[0], part(RANK))
-        else:
-            for rank, found in enumerate(everyones):
-                check_equal(found, part(rank))
 
 
 WRITES = st.tuples(
