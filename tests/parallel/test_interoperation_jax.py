@@ -54,13 +54,10 @@ def test_traced_arrays_are_type_errors(strategy):
 def test_what_is_without_a_copy(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3, dtype=np.float32), aggregation="MEAN")
-    values = strategy.run(lambda: np.arange(3.0, dtype=np.float32) + RANK)
-    for array in (strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), v.numpy()):
-        taken = jax.numpy.from_dlpack(array)
-        # JAX takes memory without a copy if its address is a multiple of 64; else it copies.
-        assert array.ctypes.data % 64 or taken.unsafe_buffer_pointer() == array.ctypes.data
-        assert taken.tolist() == array.tolist()
-
+    array = v.numpy()
+    taken = jax.numpy.from_dlpack(array)
+    # JAX takes memory without a copy if its address is a multiple of 64; else it copies.
+    assert array.ctypes.data % 64 or taken.unsafe_buffer_pointer() == array.ctypes.data
     before = jax.numpy.arange(5.0)
     made = strategy.experimental_distribute_values_from_function(lambda context: before)
     seen = []

@@ -111,7 +111,7 @@ def test_the_dtype_is_that_of_the_result(mirrored, xp):
     assert mean.result() == np.float32((N - 1) / 2 + 0.1)
 
 
-# ---- names, and metrics of the program
+# ---- names, and metrics of functions
 
 
 def test_names():
@@ -123,33 +123,6 @@ def test_names():
     assert metrics.Mean("loss").name == "loss"
     names = [type(name, (metrics.Mean,), {})().name for name in ("ROC", "PixelIoU")]
     assert names == ["roc", "pixel_io_u"]
-
-
-def test_a_metric_of_the_program(mirrored, xp):
-    """Its totals have the shape that it asks for, and `combine` makes the result of their sum."""
-
-    class Moments(metrics.Metric):
-        def __init__(self, highest, name=None, dtype=None):
-            super().__init__(name, dtype, (highest + 1,))
-            self.highest = highest
-
-        def update_state(self, values):
-            powers = [(values**power).sum() for power in range(self.highest + 1)]
-            self.totals.assign_add(xp.stack(powers))
-
-        def combine(self, totals):
-            return totals[1:] / totals[0]
-
-    moments = make(mirrored, Moments, 2)
-    assert [one.shape for one in moments.variables] == [(3,)]
-    assert moments.variables[0] is moments.totals
-    for power in range(2):
-        mirrored.run(
-            lambda power=power: moments.update_state(xp.full(RANK + 1, RANK + power + 1.0))
-        )
-    ranks = np.arange(N)
-    values = np.concatenate([np.repeat(ranks + 1, ranks + 1), np.repeat(ranks + 2, ranks + 1)])
-    np.testing.assert_allclose(moments.result(), [values.mean(), (values**2).mean()], rtol=1e-14)
 
 
 def test_a_function_makes_a_metric(mirrored, xp):

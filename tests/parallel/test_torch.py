@@ -290,6 +290,9 @@ def test_an_error_of_one_rank_is_that_of_all(strategy):
     for call in (hs.torch.broadcast, lambda given: reduced(strategy, given)):
         with pytest.raises(TypeError, match=r": module is generator; pass the torch\.nn\.Module"):
             call(wrong)
+    said = "all_reduce_gradients was called outside of Strategy.run; call it inside"
+    with strategy.scope(), pytest.raises(RuntimeError, match=said):
+        hs.torch.all_reduce_gradients("SUM", module)
     check_that_it_works(strategy)
 
 
@@ -324,11 +327,4 @@ def test_rank_0_lacks_memory_for_a_copy(strategy, monkeypatch):
             hs.torch.broadcast(module)
     assert module.of_first.tolist() == [1, 1]
     assert module.of_last.tolist() == [RANK + 1.0] * 2
-    check_that_it_works(strategy)
-
-
-def test_outside_of_replica_functions(strategy):
-    said = "all_reduce_gradients was called outside of Strategy.run; call it inside"
-    with strategy.scope(), pytest.raises(RuntimeError, match=said):
-        hs.torch.all_reduce_gradients("SUM", torch.nn.Linear(1, 1))
     check_that_it_works(strategy)
