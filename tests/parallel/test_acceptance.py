@@ -171,7 +171,7 @@ def gradients_of(values, x, y):
 
 
 def expected(kind, options, dtype):
-    """The values and slots of one replica, in float64."""
+    """The values and slots of one replica."""
     values = {name: value.astype(np.float64) for name, value in initial(dtype).items()}
     slots = {name: {} for name in values}
     x, y = (one.astype(np.float64) for one in data(dtype))

@@ -8,8 +8,7 @@ from mpi4py import MPI
 import hpcstrat as hs
 
 losses = hs.losses
-RANK = MPI.COMM_WORLD.rank
-N = MPI.COMM_WORLD.size
+N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 
 RANDOM = np.random.default_rng(RANK)
 LOGITS = RANDOM.normal(0, 3, (4, 2, 3))

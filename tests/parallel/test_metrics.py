@@ -11,8 +11,7 @@ import hpcstrat as hs
 
 metrics = hs.metrics
 COMM = MPI.COMM_WORLD
-N = COMM.size
-RANK = COMM.rank
+N, RANK = COMM.size, COMM.rank
 
 
 def make(strategy, kind, *args, **options) -> Any:

@@ -197,15 +197,8 @@ def test_norms_of_gradients_of_all_sizes_and_dtypes(strategy, forms, option):
         close(v.numpy().astype(expected.dtype), expected, TOLERANCE.get(v.dtype.name, 1e-5))
 
 
-@pytest.mark.parametrize(
-    ("option", "harm", "is_sparse"),
-    [
-        ("clipnorm", np.inf, False),
-        ("clipnorm", np.nan, True),
-        ("global_clipnorm", np.nan, False),
-        ("global_clipnorm", np.inf, True),
-    ],
-)
+@both_norms
+@pytest.mark.parametrize(("harm", "is_sparse"), [(np.inf, False), (np.nan, True)])
 def test_norms_that_are_not_finite_make_gradients_nan(strategy, xp, option, harm, is_sparse):
     with strategy.scope():
         harmed, other = hs.Variable(START), hs.Variable(START)

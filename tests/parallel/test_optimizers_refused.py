@@ -9,8 +9,7 @@ from mpi4py import MPI
 import hpcstrat as hs
 from hpcstrat.optimizers import SGD, Adagrad, Optimizer
 
-N = MPI.COMM_WORLD.size
-RANK = MPI.COMM_WORLD.rank
+N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 

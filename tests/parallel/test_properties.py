@@ -1,4 +1,4 @@
-"""Any nests, shapes, dtypes and orders of calls, compared with NumPy.
+"""Sums of any nests, and updates of any variables, compared with NumPy.
 
 Reductions and gathers of nests across replicas: test_reduce.py. Data: test_data_distributed.py.
 
@@ -19,8 +19,7 @@ from transports import has, kind
 import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
-N = COMM.size
-RANK = COMM.rank
+N, RANK = COMM.size, COMM.rank
 DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
 # In a record, in a mailbox, in chunks.
 SHAPES = st.one_of(
@@ -79,56 +78,6 @@ def test_all_reduce(strategy, plan, op):
         assert bits(hs.asnumpy(found)) == bits(mapped(expected, plan))
 
     strategy.run(step)
-
-
-WRITES = st.tuples(
-    st.sampled_from(["assign", "assign_add", "assign_sub"]),
-    st.integers(0, 2),
-    st.booleans(),
-    st.integers(-9, 9),
-)
-AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
-
-
-@hypothesis.given(
-    st.lists(SHAPES, min_size=3, max_size=3),
-    st.permutations(AGGREGATIONS),
-    st.lists(WRITES, max_size=8),
-)
-def test_any_writes_to_variables(strategy, shapes, aggregations, writes):
-    """Three variables next to three arrays; in a replica context each replica's values differ."""
-    models = [numbers(shape, np.float64, 1) for shape in shapes]
-    with strategy.scope():
-        variables = [
-            hs.Variable(m, aggregation=a) for m, a in zip(models, aggregations, strict=True)
-        ]
-    for name, which, in_replicas, number in writes:
-
-        def value(rank, which=which, number=number):
-            return numbers(shapes[which], np.float64, rank) + number
-
-        v, write = variables[which], getattr(variables[which], name)
-        if in_replicas:
-            strategy.run(lambda write=write, value=value: write(strategy.xp.asarray(value(RANK))))
-            values = [value(rank) for rank in range(N)]
-            aggregated = {
-                "SUM": sum(values),
-                "MEAN": sum(values) / N,
-                "ONLY_FIRST_REPLICA": values[0],
-            }
-            given = np.asarray(aggregated[aggregations[which]])
-        else:
-            write(value(0))
-            given = value(0)
-        old = models[which]
-        models[which] = {"assign": given, "assign_add": old + given, "assign_sub": old - given}[
-            name
-        ]
-        np.testing.assert_allclose(hs.asnumpy(v.value()), models[which], rtol=1e-12, atol=1e-12)
-    for v, model in zip(variables, models, strict=True):
-        assert v.shape == model.shape
-        np.testing.assert_allclose(v.numpy(), model, rtol=1e-12, atol=1e-12)
-        assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
 
 
 OPTIMIZERS = {
