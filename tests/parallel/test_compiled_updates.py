@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
-RANK = MPI.COMM_WORLD.rank
-STEPS = 3
+RANK, STEPS = MPI.COMM_WORLD.rank, 3
 
 pytestmark = [
     pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler"),

@@ -5,7 +5,6 @@ import gc
 import importlib
 import importlib.util
 import sys
-import types
 import weakref
 from typing import Any
 
@@ -374,9 +373,11 @@ def torch(strategy, place, monkeypatch):
     return made
 
 
-def module(weight):
+class Module:
     """PyTorch's, with a single parameter."""
-    return types.SimpleNamespace(named_parameters=lambda: [("weight", weight)])
+
+    def __init__(self, weight):
+        self.named_parameters = lambda: [("weight", weight)]
 
 
 @pytest.mark.gpu
@@ -405,18 +406,18 @@ def test_another_gpu_is_current_for_pytorch(strategy, place, torch):
     weight = torch.full((2, 3), 1.0, gpu)
     weight.grad = torch.full((2, 3), RANK + 1.0, gpu)
     elsewhere = torch.full(3, 1.0, (gpu + 1) % count)
-    box = []
+    module, box = Module(weight), []
 
     def replica():
         x = place.xp.full(3, 5.0)
         cuda.Device((gpu + 1) % count).use()  # as torch.cuda.set_device does
         box.append((hs.torch.as_tensors(x) * 2).tolist())
         for _ in range(2):
-            hs.torch.all_reduce_gradients("SUM", module(weight))
+            hs.torch.all_reduce_gradients("SUM", module)
             box.append((weight.grad * 1).tolist())
         said = "the parameter weight is on .* move the module there or to the CPU"
         with pytest.raises(TypeError, match=said):
-            hs.torch.all_reduce_gradients("SUM", module(elsewhere))
+            hs.torch.all_reduce_gradients("SUM", Module(elsewhere))
         assert cuda.Device().id == (gpu + 1) % count
 
     strategy.run(replica)
