@@ -1,62 +1,23 @@
-"""Tests that fit the arrays of every other library, and a substitute for PyTorch on GPUs."""
+"""A substitute for PyTorch on GPUs."""
 
 import types
 
 import numpy as np
-from mpi4py import MPI
-
-import hpcstrat as hs
-
-N = MPI.COMM_WORLD.size
-
-
-def check_that_it_goes_in(strategy, mine, dtype):
-    """`mine` of rank + 0, 1, 2, 3, in this dtype, as an initial value, reduced and assigned."""
-    with strategy.scope():
-        v = hs.Variable(mine * 0, aggregation="SUM")
-    assert v.dtype.name == dtype
-    box = []
-
-    def replica():
-        context = hs.get_replica_context()
-        assert context is not None
-        box.append(context.all_reduce("SUM", mine.T))
-        v.assign(mine.T)
-
-    strategy.run(replica)
-    shift = N * (N - 1) // 2
-    expected = [[shift, 2 * N + shift], [N + shift, 3 * N + shift]]
-    assert (
-        box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
-    )
-
-
-# ---- PyTorch on GPUs
 
 
 class Torch:
     """Stands in for the module `torch`, which does not know simulated GPUs.
 
     Its tensors are over CuPy's memory. As in PyTorch, the current GPU is CUDA's, and each GPU has
-    its own current stream, which nothing orders with CuPy's.
-
-    Args:
-        cupy: the module.
-        streams: CuPy streams that may be passed by their pointers.
+    its own current stream, which nothing orders with CuPy's. `streams` may be passed by pointers.
     """
 
     uint8 = np.uint8
 
     def __init__(self, cupy, *streams):
-        self.cupy = cupy
-        self.Tensor = Tensor
-        self._own = {}
+        self.cupy, self.Tensor, self._own = cupy, Tensor, {}
         self._by_pointer = {stream.ptr: stream for stream in streams}
-
-    @property
-    def cuda(self):
-        """The module `torch.cuda`."""
-        return types.SimpleNamespace(
+        self.cuda = types.SimpleNamespace(
             current_stream=self._current_stream, ExternalStream=self._external_stream
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from adamax import Adamax
 from mpi4py import MPI
-from strategies import strategies_for
+from strategies import STRATEGIES, strategies_for
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWa
 
 # Some replicas get more of a batch of 7 than others; only one gets the last of an epoch, 1 element.
 ROWS, BATCH, EPOCHS = 22, 7, 2
+N = MPI.COMM_WORLD.size
 SHAPES = {"w": (5, 3), "b": (3,), "s": ()}
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
 
@@ -104,9 +105,16 @@ CASES = [
     (Adamax, {}),
     (Adamax, {"beta_1": 0.5, "global_clipnorm": 2.0}),
 ]
-FEW = [
-    (Adam, {"global_clipnorm": 2.0}),
-    (RMSprop, {"centered": True, "momentum": 0.8, "clipnorm": 1.0}),
+OF_ROWS = [
+    (SGD, {"momentum": 0.9, "nesterov": True}),
+    (SGD, {"momentum": 0.5, "clipvalue": 0.25, "weight_decay": 0.1}),
+    (SGD, {"clipnorm": 0.5}),
+    (AdamW, {}),
+    (Adagrad, {"global_clipnorm": 0.5}),
+    (Lion, {"beta_1": 0.5, "beta_2": 0.75, "weight_decay": 0.1}),
+    (Adamax, {}),
+    (Adam, {"clipnorm": 1.0, "weight_decay": 0.2}),
+    (RMSprop, {"centered": True, "momentum": 0.8, "global_clipnorm": 1.0}),
 ]
 RATE = 0.05
 
@@ -132,17 +140,13 @@ def name_of(argument):
     return argument.__name__
 
 
-every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=name_of)
-few_cases = pytest.mark.parametrize(("kind", "options"), FEW, ids=name_of)
-every_strategy = pytest.mark.parametrize(
-    "strategy", strategies_for(MPI.COMM_WORLD.size), ids=name_of, indirect=True
-)
-
-
-@pytest.fixture
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
+def cases(every):
+    """The cases, each on one strategy; the last on all of them."""
+    made = [(kind, options, STRATEGIES[i // 2 % 2]) for i, (kind, options) in enumerate(every)]
+    made += [(*every[-1], one) for one in strategies_for(N) if one is not made[-1][-1]]
+    return pytest.mark.parametrize(
+        ("kind", "options", "strategy"), made, ids=name_of, indirect=["strategy"]
+    )
 
 
 # ---- the model: y = x w + b + s, half the squared error
@@ -154,9 +158,9 @@ def data(dtype):
     return x.astype(dtype), y.astype(dtype)
 
 
-def initial(dtypes):
+def initial(dtype):
     random = np.random.default_rng(8)
-    return {name: random.normal(size=shape).astype(dtypes[name]) for name, shape in SHAPES.items()}
+    return {name: random.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
 
 
 def gradients_of(values, x, y):
@@ -166,11 +170,11 @@ def gradients_of(values, x, y):
     return {name: g / BATCH for name, g in sums.items()}
 
 
-def expected(kind, options, dtypes, data_dtype):
-    """The values and slots of one replica, in float64; also after the first epoch."""
-    values = {name: value.astype(np.float64) for name, value in initial(dtypes).items()}
+def expected(kind, options, dtype):
+    """The values and slots of one replica."""
+    values = {name: value.astype(np.float64) for name, value in initial(dtype).items()}
     slots = {name: {} for name in values}
-    x, y = (one.astype(np.float64) for one in data(data_dtype))
+    x, y = (one.astype(np.float64) for one in data(dtype))
     starts = EPOCHS * [*range(0, ROWS, BATCH)]
     for t, i in enumerate(starts, 1):
         gradients = gradients_of(values, x[i : i + BATCH], y[i : i + BATCH])
@@ -186,12 +190,12 @@ class Program:
         passed: the orders in which they are passed to the optimizer, in turn.
     """
 
-    def __init__(self, strategy, kind, options, dtypes, data_dtype, created="wbs", passed=("wbs",)):
-        start = initial(dtypes)
+    def __init__(self, strategy, kind, options, dtype, created, passed):
+        start = initial(dtype)
         with strategy.scope():
             self.variables = {name: hs.Variable(start[name], name=name) for name in created}
             self.optimizer = kind(RATE, **options)
-        dataset = hs.data.Dataset.from_tensor_slices(data(data_dtype)).batch(BATCH)
+        dataset = hs.data.Dataset.from_tensor_slices(data(dtype)).batch(BATCH)
         self.strategy = strategy
         self.batches = strategy.experimental_distribute_dataset(dataset)
         self.orders = itertools.cycle(passed)
@@ -236,35 +240,24 @@ def assert_close(found, wanted, tolerance):
         )
 
 
-def every(dtype):
-    return dict.fromkeys(SHAPES, dtype)
-
-
 # ---- the tests
 
 
-@pytest.mark.parametrize("strategy", [hs.CentralStorageStrategy], indirect=True)
-def test_the_batches_are_uneven_and_some_empty(strategy):
-    program = Program(strategy, SGD, {}, every("float32"), "float32")
-    sizes = [
-        [len(part) for part in strategy.experimental_local_results(x)] for x, _ in program.batches
-    ]
-    assert [sum(step) for step in sizes] == [7, 7, 7, 1]
-    assert (len(set(sizes[0])) == 1) == (BATCH % strategy.num_replicas_in_sync == 0)
-    assert strategy.num_replicas_in_sync == 1 or sizes[-1][-1] == 0
-
-
-@every_case
-@every_strategy
+@cases(CASES)
 def test_replicas_equal_one_replica_and_go_on_from_a_checkpoint(
     strategy, kind, options, mpi_tmp_path
 ):
-    """The restored program's bits are those of the first one."""
-    dtype = ("float32", "float64")[CASES.index((kind, options)) % 2]
-    program, restored = (Program(strategy, kind, options, every(dtype), dtype) for _ in range(2))
+    """The restored program's bits are those of the first one.
+
+    Variables are made and passed in any order; the same in each step, or not.
+    """
+    i = CASES.index((kind, options))
+    dtype, created = ("float32", "float64")[i % 2], ("wbs", "bsw", "swb")[i // 2 % 3]
+    passed = (["wbs"], ["sbw", "bws"])[i // 3 % 2]
+    program, restored = (Program(strategy, kind, options, dtype, created, passed) for _ in range(2))
     program.train().checkpoint.save(mpi_tmp_path / "file")
     found = program.train().values()
-    values, slots = expected(kind, options, every(dtype), dtype)
+    values, slots = expected(kind, options, dtype)
     assert {value.dtype.name for value in found.values()} == {dtype}
     assert_close(found, values, TOLERANCE[dtype])
     iterations, rate, *own = program.optimizer.variables
@@ -281,51 +274,7 @@ def test_replicas_equal_one_replica_and_go_on_from_a_checkpoint(
     assert bits(restored.train().values()) == bits(found)
 
 
-@few_cases
-@every_strategy
-def test_variables_may_be_made_in_another_order_than_they_are_passed(strategy, kind, options):
-    dtypes = every("float64")
-    wanted, _ = expected(kind, options, dtypes, "float64")
-    for created in ("bsw", "swb"):
-        for passed in (["wbs"], ["sbw", "wbs", "bws"]):  # the same in each step, or not
-            program = Program(strategy, kind, options, dtypes, "float64", created, passed)
-            assert_close(program.train(EPOCHS).values(), wanted, TOLERANCE["float64"])
-
-
-@few_cases
-@every_strategy
-def test_the_ranks_share_the_work_of_many_elements(strategy, kind, options):
-    """More than one chunk of an update, on gradients that differ by rank; some ranks' are 0."""
-    size, n = 150_001, strategy.num_replicas_in_sync
-    start = np.linspace(-1, 1, size)
-    slots, wanted = {"variable": {}}, {"variable": start}
-    with strategy.scope():
-        variable, optimizer = hs.Variable(start), kind(0.01, **options)
-
-    def step(t):
-        rank = MPI.COMM_WORLD.rank
-        optimizer.apply_gradients([(strategy.xp.asarray(gradient(rank, t, n, start)), variable)])
-
-    for t in range(1, 4):
-        strategy.run(step, args=(t,))
-        total = sum(gradient(rank, t, n, start) for rank in range(n))
-        wanted = stepped(kind, options, 0.01, t, wanted, {"variable": total}, slots)
-    found = {"variable": variable.numpy()}
-    assert_close(found, wanted, TOLERANCE["float64"])
-    assert_same_on_all_ranks(found)
-
-
-def gradient(rank, step, count, like):
-    """The replica's part; one replica, another one in each step, has none.
-
-    Sums of parts are exact: optimizers enlarge what is wrong in those that are almost 0.
-    """
-    part = np.round(((like + 0.5 * rank + 0.1 * step) ** 2 - 0.3) * 2**20) / 2**20
-    return part * 0 if count > 1 and rank == step % count else part
-
-
-@every_case
-@every_strategy
+@cases(OF_ROWS)
 def test_rows_of_a_table(strategy, kind, options):
     """The gradient of an embedding: some replicas name rows, even twice; other rows stay."""
     random = np.random.default_rng(9)
@@ -359,35 +308,3 @@ def test_rows_of_a_table(strategy, kind, options):
     assert_close(dict(enumerate(found)), wanted, TOLERANCE["float64"])
     assert np.array_equal(found[6:], table[6:])
     assert_same_on_all_ranks({"table": found})
-
-
-@every_strategy
-def test_reducing_in_the_cross_replica_context_is_the_same(strategy, place):
-    """Gradients that `reduce` summed, applied outside `run`, give the same bits as inside.
-
-    On GPUs except for the last bits: NCCL adds up for one rank in another order than for all.
-    """
-    start = initial(every("float64"))
-    distributed = strategy.experimental_distribute_dataset(
-        hs.data.Dataset.from_tensor_slices(data("float64")).batch(BATCH)
-    )
-    results = []
-    for inside in (True, False):
-        with strategy.scope():
-            w, optimizer = hs.Variable(start["w"]), Adam(0.1)
-
-        def step(batch, w=w, optimizer=optimizer, inside=inside):
-            x, y = batch
-            g = x.T @ (x @ w - y)
-            if inside:
-                optimizer.apply_gradients([(g, w)])
-            return g
-
-        for batch in distributed:
-            parts = strategy.run(step, args=(batch,))
-            if not inside:
-                optimizer.apply_gradients([(strategy.reduce(hs.ReduceOp.SUM, parts, axis=None), w)])
-        results.append({"w": w.numpy()})
-        assert_same_on_all_ranks(results[-1])
-    assert place.kind == "GPU" or bits(results[0]) == bits(results[1])
-    assert_close(results[0], results[1], TOLERANCE["float64"])

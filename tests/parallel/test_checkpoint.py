@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import itertools
 import math
 import os
 import pathlib
@@ -21,22 +20,8 @@ import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint, CheckpointManager, Restored
 
 N = MPI.COMM_WORLD.size
-
-# Short batches are intended.
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 RANK = MPI.COMM_WORLD.rank
-DTYPES = [
-    "float32",
-    "float64",
-    "float16",
-    "bfloat16",
-    "int64",
-    "uint8",
-    "bool",
-    "complex64",
-    "complex128",
-    "int16",
-]
+DTYPES = "float32 float64 float16 bfloat16 int64 int16 uint8 bool complex64 complex128".split()
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -52,15 +37,6 @@ on_one_strategy = pytest.mark.parametrize("strategy", [hs.MirroredStrategy], ind
 def path(tmp_path):
     """The same path on all ranks."""
     return MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "folder" / "checkpoint"))
-
-
-def written(path, content):
-    """Rank 0 writes a file; all ranks have it afterwards."""
-    if RANK == 0:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(content)
-    MPI.COMM_WORLD.Barrier()
 
 
 class Program:
@@ -96,13 +72,8 @@ class Program:
 
     def state(self):
         """Everything, bit by bit."""
-        arrays = [
-            self.w.numpy(),
-            self.b.numpy(),
-            self.steps.numpy(),
-            np.float64(self.seen.result()),
-        ]
-        return [a.tobytes() for a in arrays], self.optimizer.iterations
+        values = [v.numpy().tobytes() for v in (self.w, self.b, self.steps)]
+        return values, float(self.seen.result()), self.optimizer.iterations
 
 
 # ---- what is saved comes back
@@ -135,57 +106,59 @@ def test_variables_in_host_memory_of_replicas_on_gpus(place, path):
         test_training_goes_on_as_if_nothing_had_been(strategy, path)
 
 
-OPTIMIZERS = {
-    "Adagrad": hs.optimizers.Adagrad,
-    "RMSprop": lambda rate: hs.optimizers.RMSprop(rate, momentum=0.5, centered=True),
-}
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [(hs.optimizers.Adagrad, 0), (hs.optimizers.Adagrad, 2), (hs.optimizers.RMSprop, 1)],
+)
+def test_an_optimizer_goes_back_to_the_step_of_the_file(strategy, path, kind, steps):
+    """At that step some variables have slots, or none; those of the others begin anew.
 
+    Another program clips the same bits, though a variable got its slot after the others.
+    """
 
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_goes_back_to_the_step_of_the_file(strategy, path, optimizer, steps):
-    """At that step only one variable has slots, or none; those of the others begin anew."""
-    with strategy.scope():
-        v, w = hs.Variable([1.0, -2.0, 3.0]), hs.Variable(np.arange(7.0))
-        made = OPTIMIZERS[optimizer](0.1)
-    checkpoint = Checkpoint(v=v, w=w, optimizer=made)
+    def made():
+        with strategy.scope():
+            variables = [hs.Variable(np.arange(n) / 7) for n in (40, 8, 5)]
+            return variables, kind(0.1, global_clipnorm=0.7)
 
-    def step(*variables):
-        gradients = [strategy.xp.cos(one.value()) * (RANK + 2) for one in variables]
-        made.apply_gradients(list(zip(gradients, variables, strict=True)))
+    def steps_of(program, *names):
+        for which in names:
+            with strategy.scope():
+                values = [strategy.xp.asarray(v.numpy()) for v in program[0][which:]]
+            gradients = [strategy.xp.cos(value) * (RANK + 2) for value in values]
+            pairs = list(zip(gradients, program[0][which:], strict=True))
+            strategy.run(program[1].apply_gradients, args=(pairs,))
+            yield [v.numpy().tobytes() for v in program[0]]
 
-    def values_of_steps():
-        for _ in range(3):
-            strategy.run(step, args=(v, w))
-            yield v.numpy().tobytes() + w.numpy().tobytes()
-
-    for _ in range(steps):
-        strategy.run(step, args=(v,))
-    before = v.numpy().tobytes()
+    program, other = made(), made()
+    list(steps_of(program, *(1, 0)[:steps]))
+    checkpoint = Checkpoint(v=program[0], optimizer=program[1])
     checkpoint.save(path)
-    after = list(values_of_steps())
+    after = list(steps_of(program, 0, 1, 0))
     checkpoint.restore(path)
-    assert v.numpy().tobytes() == before
-    assert list(values_of_steps()) == after
+    assert list(steps_of(program, 0, 1, 0)) == after
+    Checkpoint(v=other[0], optimizer=other[1]).restore(path)
+    assert list(steps_of(other, 0, 1, 0)) == after
 
 
-def test_dtypes_and_shapes(strategy, path):
+def test_dtypes_and_shapes_and_two_names_for_one_variable(strategy, path):
+    kinds = [kind(dtype) for dtype in DTYPES if has(strategy.xp, kind(dtype))]
     values = [
-        (1 + np.arange(int(np.prod(shape))).reshape(shape) % 3).astype(kind(dtype))
-        for dtype in DTYPES
-        if has(strategy.xp, kind(dtype))
+        (1 + np.arange(int(np.prod(shape))).reshape(shape) % 3).astype(dtype)
+        for dtype in kinds
         for shape in [(), (0,), (5, 2)]
     ]
     with strategy.scope():
         variables = [hs.Variable(one) for one in values]
-    checkpoint = Checkpoint(all=variables)
+    checkpoint = Checkpoint(all=variables, tied=variables[2])
     checkpoint.save(path)
     for v in variables:
         v.assign(np.zeros(v.shape, v.dtype))
-    checkpoint.restore(path)
+    assert checkpoint.restore(path) == Restored((), ())
     assert [v.numpy().tobytes() for v in variables] == [one.tobytes() for one in values]
 
 
+@on_one_strategy
 def test_large_variables_go_in_parts(strategy, path, monkeypatch):
     """Three parts, the last of them short."""
     monkeypatch.setenv("HPCSTRAT_COMPILE", "0")  # which takes longer
@@ -208,21 +181,15 @@ def test_large_variables_go_in_parts(strategy, path, monkeypatch):
         assert np.array_equal(v.numpy(), values[i]) and np.array_equal(step(), values[i + 1])
 
 
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"])
-def test_each_replica_gets_its_own_value_back(strategy, path, aggregation):
+def test_each_replica_gets_its_own_value_back(strategy, path):
     with strategy.scope():
-        v = hs.Variable(np.zeros(2, np.float32), synchronization="ON_READ", aggregation=aggregation)
-    own = np.array([RANK + 0.1, 3.0], np.float32)
-    strategy.run(lambda: v.assign(strategy.xp.asarray(own)))
+        v = hs.Variable(np.zeros(2, np.float32), synchronization="ON_READ", aggregation="NONE")
+    strategy.run(lambda: v.assign(strategy.xp.asarray([RANK + 0.5, 3.0])))
     Checkpoint(v=v).save(path)
     strategy.run(lambda: v.assign(strategy.xp.zeros(2, np.float32)))
     Checkpoint(v=v).restore(path)
-    assert (
-        hs.asnumpy(strategy.run(lambda: v.value().copy()) if N == 1 else own).tolist()
-        == own.tolist()
-    )
     found = strategy.experimental_local_results(strategy.run(lambda: v.value()))
-    assert [hs.asnumpy(one)[0] for one in found] == [np.float32(rank + 0.1) for rank in range(N)]
+    assert [hs.asnumpy(one).tolist() for one in found] == [[rank + 0.5, 3] for rank in range(N)]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -233,17 +200,6 @@ def test_means_of_more_replicas_are_summed_in_32_bits(place, dtype):
     parts = np.full((N + 3, 2), 30_000, dtype)
     value = own_value(v, parts)
     assert value.dtype == dtype and value.tolist() == parts[0].tolist()
-
-
-@on_one_strategy
-def test_two_names_for_one_variable(strategy, path):
-    with strategy.scope():
-        tied, other = hs.Variable(np.arange(3.0)), hs.Variable(1.0)
-    checkpoint = Checkpoint(encoder=[tied, other], decoder=tied)
-    checkpoint.save(path)
-    tied.assign(np.zeros(3))
-    assert checkpoint.restore(path) == Restored((), ())
-    assert tied.numpy().tolist() == [0, 1, 2]
 
 
 def test_variables_outside_of_scopes(path, place):
@@ -263,31 +219,15 @@ def test_variables_outside_of_scopes(path, place):
                 strategy.run(call, args=(path,))
 
 
-def test_other_strategies_of_the_same_ranks(place, path):
-    made = [place.make(kind) for kind in STRATEGIES]
-    for writer, reader in itertools.permutations(made, 2):
-        program = Program(writer)
-        program.train()
-        program.checkpoint.save(path)
-        other = Program(reader)
-        other.checkpoint.restore(path)
-        assert other.state() == program.state()
-    for strategy in made:
-        strategy.close()
-
-
-def test_two_strategies_at_once(place, path):
+def test_objects_of_two_strategies_change_places(place, path):
     with place.make(hs.CentralStorageStrategy) as one, place.make(hs.MirroredStrategy) as two:
         programs = [Program(one, 1.0), Program(two, 2.0)]
         for program in programs:
             program.train()
-        checkpoint = Checkpoint(programs=[program.objects for program in programs])
-        checkpoint.save(path)
+        Checkpoint(programs=[program.objects for program in programs]).save(path)
         states = [program.state() for program in programs]
-        for program in programs:
-            program.train(1)
-        checkpoint.restore(path)
-        assert [program.state() for program in programs] == states
+        Checkpoint(programs=[program.objects for program in programs[::-1]]).restore(path)
+        assert [program.state() for program in programs] == states[::-1]
 
 
 # ---- a mismatch changes nothing
@@ -329,79 +269,34 @@ def test_what_is_missing_and_left_over_is_said(strategy, saved, path):
     again = Program(strategy)
     again.train(3)
     assert np.array_equal(saved.w.numpy(), again.w.numpy())
-
-
-@on_one_strategy
-def test_long_lists_are_cut(strategy, path):
-    with strategy.scope():
-        many = [hs.Variable(0.0) for _ in range(30)]
-    Checkpoint(many=many[:1]).save(path)
-    with pytest.raises(ValueError, match="many/1, many/10, .* and 21 more"):
-        Checkpoint(many=many).restore(path)
+    many = Checkpoint(many=[hs.Variable(0.0) for _ in range(30)])
+    refused(saved, many, path, "many/0, many/1, many/10, .* and 22 more")
 
 
 @on_one_strategy
 def test_other_kinds_and_shapes_are_refused(strategy, saved, path):
     with strategy.scope():
-        wrong = {
-            "shape": hs.Variable(np.zeros((3, 4))),
-            "dtype": hs.Variable(np.zeros((4, 3), np.float32)),
-            "metric": hs.metrics.Sum(),
-            "Adam": hs.optimizers.Adam(),
-            "plain": hs.optimizers.SGD(),
-            "fresh": hs.optimizers.SGD(momentum=0.5),
-        }
-    model, b = saved.objects["model"], saved.b
+        shape, dtype = hs.Variable(np.zeros((3, 4))), hs.Variable(np.zeros((4, 3), np.float32))
+        metric, adam = hs.metrics.Sum(), hs.optimizers.Adam()
+        plain, fresh = hs.optimizers.SGD(), hs.optimizers.SGD(momentum=0.5)
+
+    def with_w(w):
+        return {"model": {"layers": [w, {"b": saved.b}]}, "optimizer": fresh}
+
     for changes, match in [
-        (
-            {"model": {"layers": [wrong["shape"], {"b": b}]}, "optimizer": wrong["fresh"]},
-            r"float64 of shape \(3, 4\) here and float64 of",
-        ),
-        (
-            {"model": {"layers": [wrong["dtype"], {"b": b}]}, "optimizer": wrong["fresh"]},
-            r"float32 of shape \(4, 3\) here and float64 of",
-        ),
-        ({"seen": wrong["metric"]}, "seen is Sum here and Mean in the file"),
-        ({"optimizer": wrong["Adam"]}, "optimizer is Adam here and SGD in the file"),
-        (
-            {"optimizer": wrong["plain"]},
-            r"optimizer has the slots \[\] here and \['momentum'\] in the file",
-        ),
-        (
-            {"steps": saved.seen, "seen": saved.steps},
-            "seen is a variable here and Mean in the file",
-        ),
+        (with_w(shape), r"float64 of shape \(3, 4\) here and float64 of"),
+        (with_w(dtype), r"float32 of shape \(4, 3\) here and float64 of"),
+        ({"seen": metric}, "seen is Sum here and Mean in the file"),
+        ({"optimizer": adam}, "optimizer is Adam here and SGD in the file"),
+        ({"optimizer": plain}, r"has the slots \[\] here and \['momentum'\] in the file"),
+        ({"steps": saved.seen, "seen": saved.steps}, "seen is a variable here and Mean in the"),
     ]:
-        refused(saved, Checkpoint(**{**saved.objects, "model": model, **changes}), path, match)
-
-
-def test_damaged_and_foreign_files_are_refused(saved, path):
-    with open(path, "rb") as file:
-        whole = file.read()
-    MPI.COMM_WORLD.Barrier()
-    for content, match in [
-        (whole[:-1], "is cut off"),
-        (
-            whole[:-1] + bytes([whole[-1] ^ 1]),
-            r"is damaged in optimizer/momentum/model/layers/1/b, bytes \d+ to \d+ of the file: its",
-        ),
-        (b"", "is not a checkpoint of hpcstrat"),
-    ]:
-        written(path, content)
-        refused(
-            saved, saved.checkpoint, path, f"Checkpoint.restore: .*{match}.*Nothing was changed"
-        )
-    written(path, whole)
-    saved.checkpoint.restore(path)
-    assert int(saved.steps) == 3
-
-
-ODD = [math.inf, -math.inf, math.nan, 1e300, 3.0, True, -1, 2**64, 10**30, "3", [3]]
+        refused(saved, Checkpoint(**{**saved.objects, **changes}), path, match)
 
 
 @on_one_strategy
 @pytest.mark.mpi(max_size=1)
-@pytest.mark.parametrize("number", ODD, ids=repr)
+@pytest.mark.parametrize("number", [math.nan, 1e300, 3.0, True, -1, 2**64, "3", [3]], ids=repr)
 def test_files_with_odd_numbers_are_refused(saved, path, number):
     data = hs.data.Dataset.range(10).shuffle(10, seed=1).batch(2)
     next(iter(data))
@@ -409,85 +304,42 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
     checkpoint.save(path)
     with CheckpointFile(path) as file:
         facts, entries = file.metadata, file.entries
-        arrays = {
-            name: np.concatenate([part.copy() for part in file.parts(name)]) for name in entries
-        }
-    for name, changed in [
-        ("optimizer", {"iterations": number}),
-        ("data", {"taken": number}),
-        ("data", {"size": number}),
-        ("data", {"shuffles": [[number, 0]]}),
-        ("data", {"shuffles": [[1, number]]}),
-    ]:
+        arrays = {name: [part.copy() for part in file.parts(name)] for name in entries}
+    shuffles = [{"shuffles": [[number, 0]]}, {"shuffles": [[1, number]]}]
+    of_data = [{"taken": number}, {"size": number}, *shuffles]
+    for name, changed in [("optimizer", {"iterations": number}), *(("data", x) for x in of_data)]:
         metadata = facts | {name: facts[name] | changed}
-        write_checkpoint(path, entries, metadata, lambda name: [arrays[name]])
+        write_checkpoint(path, entries, metadata, arrays.__getitem__)
         refused(saved, checkpoint, path, r"Checkpoint\.restore: .* pass another file")
 
 
-@pytest.mark.parametrize(
-    ("element", "match"),
-    [
-        # Each replica's value has 8 bytes; smaller elements would leave memory that nobody wrote.
-        pytest.param(Entry("complex64", 1, (8 * N,)), "does not fit the objects", id="elements"),
-        # Their product may take minutes.
-        pytest.param(Entry("complex64", 8, (1,) * 65 + (N,)), "has shape", id="axes"),
-        pytest.param(Entry("complex64", 8, (0, 2**63)), "has shape", id="a large axis"),
-    ],
-)
-def test_odd_shapes_are_refused(path, element, match):
-    total = hs.Variable(
-        np.complex64(RANK + 1j),
-        synchronization=hs.VariableSynchronization.ON_READ,
-        aggregation=hs.VariableAggregation.SUM,
-    )
-    checkpoint = Checkpoint(total=total)
-    before = total.numpy()
+def test_odd_shapes_are_refused(path):
+    total = hs.Variable(np.complex64(RANK + 1j), synchronization="ON_READ", aggregation="SUM")
+    checkpoint, before = Checkpoint(total=total), total.numpy()
     checkpoint.save(path)
     with CheckpointFile(path) as file:
         facts = file.metadata
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        data = np.zeros(element.nbytes, np.uint8)
-        write_checkpoint(path, {"total": element}, facts, lambda name: [data])
-    MPI.COMM_WORLD.Barrier()
-    with pytest.raises(ValueError, match=match):
-        checkpoint.restore(path)
-    assert total.numpy() == before
-
-
-@on_one_strategy
-@pytest.mark.parametrize(
-    "make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)], ids=["FIFO", "device"]
-)
-def test_what_is_no_regular_file_is_left_alone_and_not_waited_for(saved, path, make):
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        os.unlink(path)
-        make(path)
-    MPI.COMM_WORLD.Barrier()
-    refused(
-        saved,
-        saved.checkpoint,
-        path,
-        r"Checkpoint\.restore: .*: it is not a regular file\. Nothing was changed; pass",
-    )
-    with pytest.raises(
-        OSError, match=r"Checkpoint\.save of .*: it is not a regular file; nothing was saved"
-    ):
-        saved.checkpoint.save(path)
-    assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
+    for element, match in [
+        # Each replica's value has 8 bytes; smaller elements would leave memory that nobody wrote.
+        (Entry("complex64", 1, (8 * N,)), "does not fit the objects"),
+        (Entry("complex64", 8, (1,) * 65 + (N,)), "has shape"),  # their product may take minutes
+        (Entry("complex64", 8, (0, 2**63)), "has shape"),
+    ]:
+        MPI.COMM_WORLD.Barrier()
+        if RANK == 0:
+            data = [np.zeros(element.nbytes, np.uint8)]
+            write_checkpoint(path, {"total": element}, facts, lambda name, data=data: data)
+        MPI.COMM_WORLD.Barrier()
+        with pytest.raises(ValueError, match=match):
+            checkpoint.restore(path)
+        assert total.numpy() == before
 
 
 @on_one_strategy
 def test_a_file_that_is_not_there(saved, path):
     saved.checkpoint.save(path, keep=2)
-    refused(
-        saved,
-        saved.checkpoint,
-        path + "x",
-        r"Checkpoint\.restore of \S*checkpointx: there is no such file; nothing was changed",
-        FileNotFoundError,
-    )
+    said = r"Checkpoint\.restore of \S*checkpointx: there is no such file; nothing was changed"
+    refused(saved, saved.checkpoint, path + "x", said, FileNotFoundError)
     MPI.COMM_WORLD.Barrier()
     if RANK == 0:
         os.unlink(path)
@@ -496,16 +348,28 @@ def test_a_file_that_is_not_there(saved, path):
 
 
 @on_one_strategy
-@pytest.mark.parametrize("blocking", [True, False])
-def test_what_cannot_be_written_is_told_at_once_everywhere(saved, path, blocking):
+def test_what_is_no_file_is_told_at_once_everywhere(saved, path):
+    """It is left alone, and not waited for."""
+    saved.checkpoint.save(name := path + os.fsdecode(b"caf\xe9"))  # a name need not be text
+    saved.checkpoint.restore(name)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        os.unlink(name)
+        os.mkfifo(f"{path}.fifo")
+    MPI.COMM_WORLD.Barrier()
+    said = r"Checkpoint\.restore: .*: it is not a regular file\. Nothing was changed; pass"
+    refused(saved, saved.checkpoint, f"{path}.fifo", said)
     for wrong, error, match in [
+        (f"{path}.fifo", OSError, "it is not a regular file"),
         (os.path.dirname(path), IsADirectoryError, "it is a directory"),
         (f"{path}/below", NotADirectoryError, ".* is a file and not a folder"),
     ]:
-        with pytest.raises(error, match=rf"Checkpoint\.save of .*: {match}; nothing was saved"):
-            saved.checkpoint.save(wrong, blocking=blocking)
+        for blocking in (True, False):
+            said = rf"Checkpoint\.save of .*: {match}; nothing was saved"
+            with pytest.raises(error, match=said):
+                saved.checkpoint.save(wrong, blocking=blocking)
     saved.checkpoint.sync()
-    assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
+    assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.fifo"]
     saved.checkpoint.restore(path)
 
 
@@ -543,26 +407,15 @@ def test_a_save_in_the_background_is_of_its_moment(strategy, path, monkeypatch):
     assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1"]
 
 
-@on_one_strategy
-def test_a_name_need_not_be_text(saved, path):
-    name = path + os.fsdecode(b"caf\xe9")
-    saved.checkpoint.save(name)
-    saved.checkpoint.restore(name)
-    assert os.path.exists(os.fsencode(name))
-
-
 def refuse(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 WAITING = {
-    "Checkpoint.sync": lambda checkpoint, path: checkpoint.sync(),
-    "Checkpoint.save": lambda checkpoint, path: checkpoint.save(path),
-    "Checkpoint.restore": lambda checkpoint, path: checkpoint.restore(path),
-    "CheckpointManager.save": lambda checkpoint, path: CheckpointManager(checkpoint, path).save(),
-    "CheckpointManager.restore_or_initialize": lambda checkpoint, path: CheckpointManager(
-        checkpoint, path
-    ).restore_or_initialize(),
+    "Checkpoint.sync": lambda one, path: one.sync(),
+    "Checkpoint.save": lambda one, path: one.save(path),
+    "Checkpoint.restore": lambda one, path: one.restore(path),
+    "CheckpointManager.save": lambda one, path: CheckpointManager(one, path).save(),
 }
 
 
@@ -574,9 +427,8 @@ def test_the_next_call_raises_what_a_save_in_the_background_met(saved, path, mon
     saved.checkpoint.save(f"{path}2", blocking=False)
     # The other ranks have no part in it; nor need it be the same checkpoint.
     other = Checkpoint(**saved.objects)
-    with pytest.raises(
-        OSError, match=rf"{waiting} of .*2: No space .*background; nothing was saved"
-    ):
+    said = rf"{waiting} of .*2: No space .*background; nothing was saved"
+    with pytest.raises(OSError, match=said):
         WAITING[waiting](other, path)
     monkeypatch.undo()
     WAITING[waiting](other, path)  # the error comes once
@@ -586,26 +438,18 @@ def test_the_next_call_raises_what_a_save_in_the_background_met(saved, path, mon
 
 
 @on_one_strategy
-def test_a_thread_that_cannot_start_is_an_error_everywhere_and_leaves_nothing(
-    saved, path, monkeypatch
-):
+def test_a_thread_that_cannot_start_is_an_error_everywhere(saved, path, monkeypatch):
     def no_thread(_):
         raise RuntimeError("can't start new thread")
 
     if RANK == 0:
         monkeypatch.setattr(threading.Thread, "start", no_thread)
+    said = r"\.save of .*: can't start new thread; nothing was saved, .* blocking=True"
     for name in (path, f"{path}2"):
-        with pytest.raises(
-            RuntimeError,
-            match=r"Checkpoint\.save of .*: can't start new thread; nothing was saved, .* blocking=True",
-        ):
+        with pytest.raises(RuntimeError, match=said):
             saved.checkpoint.save(name, blocking=False)
     monkeypatch.undo()
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
-    saved.checkpoint.sync()
-    saved.checkpoint.restore(path)
-    assert int(saved.steps) == 3
-    saved.train(1)
     saved.checkpoint.save(path, blocking=False)
     saved.train(1)
     saved.checkpoint.restore(path)
@@ -615,17 +459,16 @@ def test_a_thread_that_cannot_start_is_an_error_everywhere_and_leaves_nothing(
 # ---- the parameter rank writes
 
 
+@on_one_strategy
 @pytest.mark.parametrize("function", ["pwrite", "fsync", "replace"])
 def test_a_disk_that_fails_on_the_parameter_rank_is_an_error_everywhere(
     saved, path, monkeypatch, function
 ):
     if RANK == 0:
         monkeypatch.setattr(os, function, refuse)
-    with pytest.raises(
-        OSError, match=r"Checkpoint\.save of .*: No space left on device; nothing was saved"
-    ) as caught:
+    said = r"\] Checkpoint\.save of (?!.*Checkpoint\.save).*: No space .*; nothing was saved"
+    with pytest.raises(OSError, match=said):
         saved.checkpoint.save(path)
-    assert str(caught.value).count("Checkpoint.save") == 1
     monkeypatch.undo()
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
     saved.checkpoint.restore(path)
@@ -633,15 +476,9 @@ def test_a_disk_that_fails_on_the_parameter_rank_is_an_error_everywhere(
     saved.checkpoint.save(path)
 
 
-def test_only_the_parameter_rank_writes(strategy, path, monkeypatch):
+@on_one_strategy
+def test_only_the_parameter_rank_writes(saved, path, monkeypatch):
     """And, in the background, the same bytes."""
-    with strategy.scope():
-        w, b = hs.Variable(np.arange(40_001) + 0.5), hs.Variable(np.arange(7, dtype=np.int8))
-        seen, optimizer = hs.metrics.Mean(), hs.optimizers.Adam(0.5)
-    outside = hs.Variable(np.arange(5.0) + RANK)
-    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones_like(w.value()), w)]))
-    strategy.run(lambda: seen.update_state(float(RANK)))
-    checkpoint = Checkpoint(w=w, b=b, seen=seen, optimizer=optimizer, outside=outside)
     calls, contents = [], []
     for name in ("pwrite", "fsync", "replace"):
         whole = getattr(os, name)
@@ -649,14 +486,14 @@ def test_only_the_parameter_rank_writes(strategy, path, monkeypatch):
             os, name, lambda *args, name=name, whole=whole: (calls.append(name), whole(*args))[1]
         )
     for blocking in (True, False):
-        checkpoint.save(path, blocking=blocking)
-        checkpoint.sync()
+        saved.checkpoint.save(path, blocking=blocking)
+        saved.checkpoint.sync()
         contents.append(pathlib.Path(path).read_bytes())
-    CheckpointFile(path).close()  # which checks the sums
     assert contents[0] == contents[1]
     assert {*calls} == ({"pwrite", "fsync", "replace"} if RANK == 0 else set())
 
 
+@on_one_strategy
 @pytest.mark.parametrize("good", [0, 2, 4])
 def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monkeypatch, good):
     """After this many parts: two variables, a slot of each and the metric."""
@@ -670,10 +507,8 @@ def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monk
         yield from whole(file, name)
 
     monkeypatch.setattr(CheckpointFile, "parts", parts)
-    with pytest.raises(
-        OSError,
-        match=r"Checkpoint\.restore of \S*checkpoint: the disk is broken; some objects are restored .* again",
-    ):
+    said = r"Checkpoint\.restore of \S*checkpoint: the disk is broken; some objects are .* again"
+    with pytest.raises(OSError, match=said):
         saved.checkpoint.restore(path)
     monkeypatch.undo()
     saved.checkpoint.restore(path)
@@ -699,7 +534,7 @@ def test_ranks_that_save_different_things_are_told(saved, path):
 
 @on_one_strategy
 def test_misuse(strategy, saved, path):
-    checkpoint = saved.checkpoint
+    checkpoint, w, b = saved.checkpoint, saved.w, saved.b
     for call in (checkpoint.save, checkpoint.restore):
         with pytest.raises(RuntimeError, match=r"was called inside a replica function"):
             strategy.run(call, args=(path,))
@@ -712,48 +547,32 @@ def test_misuse(strategy, saved, path):
     for thing in (3, None, "text", np.zeros(3), lambda: 0, strategy):
         with pytest.raises(TypeError, match=r"Checkpoint: a/0 is .* which cannot be saved"):
             Checkpoint(a=[thing])
-    with pytest.raises(
-        TypeError, match=r'pass its attributes: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'
-    ):
+    said = r'pass its attributes: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'
+    with pytest.raises(TypeError, match=said):
         Checkpoint(model=saved)  # has variables, and an object that cannot be saved
-    Checkpoint(model={"w": saved.w, "b": saved.b}).save(path)
     with pytest.raises(ValueError, match=r"Checkpoint: two objects have the name 'a/b'"):
-        Checkpoint(a={"b": saved.w}, **{"a/b": saved.b})
-    with pytest.raises(
-        ValueError,
-        match=r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not",
-    ):
-        Checkpoint(optimizer=saved.optimizer, w=saved.w).save(path)
-    with pytest.raises(
-        ValueError, match=r"an object and a slot have the name 'optimizer/momentum/w'"
-    ):
-        named = {"optimizer/momentum/w": saved.steps}
-        Checkpoint(optimizer=saved.optimizer, w=saved.w, b=saved.b, **named).save(path)
+        Checkpoint(a={"b": w}, **{"a/b": b})
+    said = r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not"
+    with pytest.raises(ValueError, match=said):
+        Checkpoint(optimizer=saved.optimizer, w=w).save(path)
+    named = {"optimizer": saved.optimizer, "w": w, "b": b, "optimizer/momentum/w": saved.steps}
+    with pytest.raises(ValueError, match="an object and a slot have the name 'optimizer/moment"):
+        Checkpoint(**named).save(path)
 
 
 @on_one_strategy
-def test_directories_named_as_previous_files(saved, path):
-    """A file stays where none is kept.
-
-    One in place of a previous file is an error before anything is written.
-    """
-    saved.checkpoint.save(path)
+def test_a_directory_named_as_a_previous_file(saved, path):
+    """It stays where none is kept, and else is an error before anything is written."""
     if RANK == 0:
         os.mkdir(f"{path}.7")
     saved.checkpoint.save(path, keep=2)
-    steps = int(saved.steps)
     saved.train(1)
+    said = r"\.save of .*checkpoint\.7 is a directory, and keep=9 .* nothing was saved"
     for blocking in (True, False):
-        with pytest.raises(
-            IsADirectoryError,
-            match=r"Checkpoint\.save of .*checkpoint\.7 is a directory, and keep=9 .* nothing was saved",
-        ):
+        with pytest.raises(IsADirectoryError, match=said):
             saved.checkpoint.save(path, keep=9, blocking=blocking)
     saved.checkpoint.sync()
-    assert sorted(os.listdir(os.path.dirname(path))) == [
-        "checkpoint",
-        "checkpoint.1",
-        "checkpoint.7",
-    ]
+    names = ["checkpoint", "checkpoint.1", "checkpoint.7"]
+    assert sorted(os.listdir(os.path.dirname(path))) == names
     saved.checkpoint.restore(path)
-    assert int(saved.steps) == steps
+    assert int(saved.steps) == 4

@@ -24,22 +24,13 @@ on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 
 class ByDlpack:
     def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **arguments):
-        return self.array.__dlpack__(**arguments)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
 
 
 class ByInterface:
     def __init__(self, array):
+        self.__array_interface__ = array.__array_interface__
         self.array = array
-
-    @property
-    def __array_interface__(self):
-        return self.array.__array_interface__
 
 
 @dataclasses.dataclass
@@ -116,13 +107,12 @@ def test_variables_begin_with_them_and_are_written_with_them(strategy, foreign):
     assert v.numpy().tolist() == [[total - 1, total + 1, total + 3], [total, total + 2, total + 4]]
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_gradients(strategy, foreign, order):
+def test_gradients(strategy, foreign):
     with strategy.scope():
         v, w = hs.Variable(np.zeros((2, 3), np.float32)), hs.Variable(np.ones(2))
         table = hs.Variable(np.zeros((N + 1, 2)))
         optimizer = hs.optimizers.SGD(1.0)
-    gradient = np.asarray(np.arange(6).reshape(2, 3) + 10 * RANK, np.float32, order=order)
+    gradient = np.asarray(np.arange(6).reshape(2, 3) + 10 * RANK, np.float32, order="F")
     values, rows = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([RANK, N])
 
     def step():
@@ -262,6 +252,7 @@ class WithoutValues:
 
 
 def test_what_has_no_values_is_a_type_error(strategy):
+    """A gradient on one rank, too, for all ranks."""
     with strategy.scope():
         v = hs.Variable(np.zeros(3))
         optimizer = hs.optimizers.SGD(1.0)
@@ -271,36 +262,23 @@ def test_what_has_no_values_is_a_type_error(strategy):
             (lambda: hs.data.Dataset.from_tensors(WithoutValues()), "Dataset: this"),
             (lambda: hs.asnumpy(WithoutValues()), "asnumpy: this"),
         ):
-            with pytest.raises(
-                TypeError,
-                match=rf"{text} .*WithoutValues does not become an array: no strided memory",
-            ):
+            said = rf"{text} .*WithoutValues does not become an array: no strided memory"
+            with pytest.raises(TypeError, match=said):
                 call()
-    with pytest.raises(TypeError, match="SGD.apply_gradients: this .* Pass a dense array"):
-        strategy.run(lambda: optimizer.apply_gradients([(WithoutValues(), v)]))
+    for gradient in (WithoutValues(), WithoutValues() if RANK == N - 1 else np.ones(3)):
+        pairs = [(gradient, v)]
+        with pytest.raises(TypeError, match="SGD.apply_gradients: this .* Pass a dense array"):
+            strategy.run(optimizer.apply_gradients, args=(pairs,))
     values = strategy.run(WithoutValues)
     for call in (
         lambda: strategy.reduce("SUM", values, axis=None),
         lambda: strategy.gather(values, 0),
         lambda: strategy.experimental_local_results(values),
     ):
-        with pytest.raises(
-            TypeError, match=r"Strategy\.\w+: this .*WithoutValues does not become an array"
-        ):
+        said = r"Strategy\.\w+: this .*WithoutValues does not become an array"
+        with pytest.raises(TypeError, match=said):
             call()
     assert v.numpy().tolist() == [0, 0, 0]
-
-
-def test_what_one_rank_cannot_convert_all_ranks_raise(strategy):
-    with strategy.scope():
-        v = hs.Variable(np.zeros(3))
-        optimizer = hs.optimizers.SGD(1.0)
-    gradient = WithoutValues() if RANK == N - 1 else np.ones(3)
-    with pytest.raises(
-        TypeError, match="apply_gradients: this .*WithoutValues does not become an array"
-    ):
-        strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
-    hs.barrier()
 
 
 # ---- out
@@ -308,9 +286,7 @@ def test_what_one_rank_cannot_convert_all_ranks_raise(strategy):
 
 @on_the_cpu
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((), "f4"), ((0,), "f8"), ((3,), "?"), ((2, 3), "f2"), ((2, 3), "c8"), ((3,), "bfloat16")],
-    ids=str,
+    ("shape", "dtype"), [((), "f4"), ((0,), "?"), ((2, 3), "c8"), ((3,), "bfloat16")], ids=str
 )
 def test_the_interface_of_a_variable_in_a_replica_is_its_memory(strategy, shape, dtype):
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))  # NumPy has no name for bfloat16
@@ -334,32 +310,23 @@ def test_the_interface_of_a_variable_in_a_replica_is_its_memory(strategy, shape,
 
 @on_the_cpu
 def test_memory_outlives_the_variable_that_it_was_taken_of(strategy):
-    def kept():
-        with strategy.scope():
-            v = hs.Variable(np.arange(1000.0))
-        box = []
-        strategy.run(lambda: box.append(np.asarray(v)))
-        with strategy.scope():
-            box += [np.asarray(v), np.from_dlpack(v)]
-        return box
-
-    arrays = kept()
-    gc.collect()
     with strategy.scope():
-        # In the memory of what has died.
-        others = [hs.Variable(np.full(1000, -1.0)) for _ in range(4)]
-    noise = [np.full(1000, -2.0) for _ in range(100)]
+        v, arrays = [hs.Variable(np.arange(1000.0))], []
+        strategy.run(lambda: arrays.append(np.asarray(v[0])))
+        arrays += [np.asarray(v[0]), np.from_dlpack(v[0])]
+        v.clear()
+        gc.collect()
+        others = [hs.Variable(np.full(1000, -1.0)) for _ in range(4)]  # in its memory
     assert [array.tolist() for array in arrays] == [list(range(1000))] * 3
-    assert len(others) == 4 and len(noise) == 100
+    assert len(others) == 4
 
 
 @on_the_cpu
 def test_across_replicas_a_variable_names_no_memory(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
-        with pytest.raises(
-            AttributeError, match="on the CPU in a replica context only; call numpy"
-        ):
+        said = "on the CPU in a replica context only; call numpy"
+        with pytest.raises(AttributeError, match=said):
             v.__array_interface__  # noqa: B018
         array = np.asarray(v)
         array[:] = 9
@@ -370,21 +337,22 @@ def test_nobody_gets_write_access_through_dlpack(strategy, place):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0, dtype=np.float32))
 
+    class Consumer:
+        """What asks with these arguments, whatever NumPy's would be."""
+
+        def __init__(self, arguments):
+            self.__dlpack_device__ = v.__dlpack_device__
+            self.__dlpack__ = lambda **_: v.__dlpack__(**arguments)
+
     def body():
-        for arguments in (
-            {},
-            {"stream": None},
-            {"copy": True},
-            {"max_version": (1, 0)},
-            {"max_version": (0, 8)},
-        ):
-            taken = place.xp.from_dlpack(ByDlpackOf(v, arguments))
+        asked = {"stream": None}, {"copy": True}, {"max_version": (1, 0)}, {"max_version": (0, 8)}
+        for arguments in ({}, *asked):
+            taken = place.xp.from_dlpack(Consumer(arguments))
             taken = taken if place.kind == "GPU" or taken.flags.writeable else place.xp.array(taken)
             taken[:] = 9
         assert v.numpy().tolist() == [0, 1, 2]
-        with pytest.raises(
-            BufferError, match=r"exported as a copy.* pass value\(\) in a replica context"
-        ):
+        said = r"exported as a copy.* pass value\(\) in a replica context"
+        with pytest.raises(BufferError, match=said):
             v.__dlpack__(copy=False)
         with pytest.raises(BufferError, match=r"is on .*; call numpy\(\)"):
             v.__dlpack__(dl_device=(7, 0))
@@ -392,39 +360,6 @@ def test_nobody_gets_write_access_through_dlpack(strategy, place):
     strategy.run(body)
     with strategy.scope():
         body()
-
-
-class ByDlpackOf:
-    """A consumer's request with these arguments, whatever NumPy's would be."""
-
-    def __init__(self, variable, arguments):
-        self.variable = variable
-        self.arguments = arguments
-
-    def __dlpack__(self, **arguments):
-        return self.variable.__dlpack__(**self.arguments)
-
-    def __dlpack_device__(self):
-        return self.variable.__dlpack_device__()
-
-
-@on_the_cpu
-def test_results_are_plain_arrays(strategy):
-    with strategy.scope():
-        v = hs.Variable(np.arange(3.0))
-    values = strategy.run(lambda: np.arange(3.0) + RANK)
-    with strategy.scope():
-        results = [
-            strategy.reduce("SUM", values, axis=None),
-            strategy.gather(values, 0),
-            v.numpy(),
-            v.value(),
-        ]
-    results += [hs.asnumpy(v), *strategy.experimental_local_results(values)]
-    for array in results:
-        assert type(array) is np.ndarray
-        for taken in (np.from_dlpack(array), np.asarray(ByInterface(array))):
-            assert taken.ctypes.data == array.ctypes.data
 
 
 # ---- PyTorch on GPUs
@@ -471,8 +406,7 @@ def test_another_gpu_is_current_for_pytorch(strategy, place, torch):
     weight = torch.full((2, 3), 1.0, gpu)
     weight.grad = torch.full((2, 3), RANK + 1.0, gpu)
     elsewhere = torch.full(3, 1.0, (gpu + 1) % count)
-    module = Module(weight)
-    box = []
+    module, box = Module(weight), []
 
     def replica():
         x = place.xp.full(3, 5.0)
@@ -481,9 +415,8 @@ def test_another_gpu_is_current_for_pytorch(strategy, place, torch):
         for _ in range(2):
             hs.torch.all_reduce_gradients("SUM", module)
             box.append((weight.grad * 1).tolist())
-        with pytest.raises(
-            TypeError, match="the parameter weight is on .* move the module there or to the CPU"
-        ):
+        said = "the parameter weight is on .* move the module there or to the CPU"
+        with pytest.raises(TypeError, match=said):
             hs.torch.all_reduce_gradients("SUM", Module(elsewhere))
         assert cuda.Device().id == (gpu + 1) % count
 

@@ -1,9 +1,7 @@
-"""Gradients of any layout, dtype and size; their norms; learning rates; optimizers of one's own.
+"""Gradients of any layout, dtype and size; their norms; optimizers of one's own.
 
 The optimizers' steps: test_acceptance.py. What they refuse: test_optimizers_refused.py.
 """
-
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from strategies import STRATEGIES
 from transports import has, kind
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import Checkpoint
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
@@ -31,11 +28,6 @@ def own(step):
     return every[RANK], np.sum(every, axis=0)
 
 
-def train(strategy, v, optimizer, step):
-    gradient = strategy.xp.asarray(own(step)[0])
-    strategy.run(optimizer.apply_gradients, args=([(gradient, v)],))
-
-
 def close(found, expected, tolerance=1e-12):
     np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -43,7 +35,7 @@ def close(found, expected, tolerance=1e-12):
 # ---- gradients
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.complex64])
 def test_each_row_is_summed_by_itself(strategy, xp, dtype):
     """However many other rows there are, and whatever is in them: one is infinite, one is NaN."""
     count = 3000
@@ -87,13 +79,10 @@ def test_large_gradients_of_every_layout(strategy, xp):
         optimizer = hs.optimizers.SGD(1.0)
     for _ in range(2):
         gradients = [
-            LAYOUTS[layout](xp, xp.asarray(gradient(layout, shape, RANK).astype(np.float32)))
-            for layout, shape in plan
+            LAYOUTS[one[0]](xp, xp.asarray(gradient(*one, RANK).astype(np.float32))) for one in plan
         ]
-        strategy.run(
-            lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)),
-            args=(gradients,),
-        )
+        pairs = list(zip(gradients, variables, strict=True))
+        strategy.run(optimizer.apply_gradients, args=(pairs,))
         for given, one in zip(gradients, plan, strict=True):
             assert np.array_equal(hs.asnumpy(given), gradient(*one, RANK))  # they are the caller's
     for variable, one in zip(variables, plan, strict=True):
@@ -102,16 +91,17 @@ def test_large_gradients_of_every_layout(strategy, xp):
 
 
 def test_gradients_that_are_other_variables_values(strategy):
-    numbers = np.arange(120_000).reshape(300, 400) % 97
+    numbers = np.arange(120_000.0).reshape(300, 400) % 97
     with strategy.scope():
-        one = hs.Variable(numbers.astype(np.float32))
-        other = hs.Variable((numbers[::-1] + 5).astype(np.float32))
+        one, other = hs.Variable(numbers), hs.Variable(numbers[::-1] + 5)
         optimizer = hs.optimizers.SGD(1.0)
-    for _ in range(3):
+
+    def step():
+        optimizer.apply_gradients([(other.value(), one), (one.value(), other)])
+
+    for _ in range(2):
         before = one.numpy(), other.numpy()
-        strategy.run(
-            lambda: optimizer.apply_gradients([(other.value(), one), (one.value(), other)])
-        )
+        strategy.run(step)
         assert np.array_equal(one.numpy(), before[0] - N * before[1])
         assert np.array_equal(other.numpy(), before[1] - N * before[0])
 
@@ -119,8 +109,6 @@ def test_gradients_that_are_other_variables_values(strategy):
 def test_no_variable_at_all_is_no_step(strategy):
     optimizer = hs.optimizers.SGD(0.5)
     assert strategy.run(lambda: optimizer.apply_gradients([])) is None
-    with strategy.scope():
-        optimizer.apply_gradients(zip([], [], strict=True))
     optimizer.apply_gradients(iter([]))
     assert optimizer.iterations == 0
 
@@ -149,28 +137,24 @@ def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
 
 
 FORMS = {
-    "one element or none": [
-        ((3, 5), "float32"),
-        ((0, 4), "float32"),
-        ((), "float64"),
-        ((1,), "float32"),
-        ((20_000,), "float64"),
-        ((7,), "float32"),
-    ],
     "many variables": [((1 + i % 5,), "float64") for i in range(150)],
-    "16 bits and complex": [
+    "any": [
         ((300, 5), "float16"),
+        ((0, 4), "float32"),
         ((90,), "bfloat16"),
         ((7,), "complex64"),
-        ((40,), "float32"),
+        ((), "float64"),
         ((30, 30), "complex128"),
+        ((20_000,), "float64"),
+        ((40,), "float32"),
+        ((1,), "float32"),
     ],
 }
-TOLERANCE = {"float64": 1e-12, "complex128": 1e-12, "float16": 2e-3, "bfloat16": 2e-2}
+TOLERANCE = {"float64": 1e-10, "complex128": 1e-10, "float16": 2e-3, "bfloat16": 2e-2}
 
 
-def clipped(option, most, rate=0.5, kind: Any = hs.optimizers.SGD):
-    return kind(rate, **{option: most})
+def clipped(option, most, rate=0.5):
+    return hs.optimizers.SGD(rate, **{option: most})
 
 
 def norms_of(option, gradients):
@@ -213,15 +197,8 @@ def test_norms_of_gradients_of_all_sizes_and_dtypes(strategy, forms, option):
         close(v.numpy().astype(expected.dtype), expected, TOLERANCE.get(v.dtype.name, 1e-5))
 
 
-@pytest.mark.parametrize(
-    ("option", "harm", "is_sparse"),
-    [
-        ("clipnorm", np.inf, False),
-        ("clipnorm", np.nan, True),
-        ("global_clipnorm", np.nan, False),
-        ("global_clipnorm", np.inf, True),
-    ],
-)
+@both_norms
+@pytest.mark.parametrize(("harm", "is_sparse"), [(np.inf, False), (np.nan, True)])
 def test_norms_that_are_not_finite_make_gradients_nan(strategy, xp, option, harm, is_sparse):
     with strategy.scope():
         harmed, other = hs.Variable(START), hs.Variable(START)
@@ -264,82 +241,19 @@ def test_norms_are_those_of_arrays_and_of_rows(strategy, option):
         close(found.numpy(), START - 0.5 * gradient * (0.25 / norm))
 
 
-@pytest.mark.parametrize(
-    ("option", "dtype"), [("clipnorm", np.int64), ("global_clipnorm", np.float16)]
-)
-def test_gradients_of_other_dtypes_are_clipped_with_rows(strategy, xp, option, dtype):
-    with strategy.scope():
-        w, table = hs.Variable(np.zeros(2)), hs.Variable(np.zeros((2, 1)))
-        optimizer = clipped(option, 1.0, 1.0)
-    rows = hs.IndexedSlices(xp.zeros((1, 1)), xp.asarray([0]))
-    strategy.run(lambda: optimizer.apply_gradients([(xp.asarray([3, 4], dtype), w), (rows, table)]))
-    close(w.numpy(), [-0.6, -0.8], 1e-7)  # [3, 4] for each replica has this direction
-
-
 @both_norms
-@pytest.mark.parametrize("where", ["in the replicas", "across replicas"])
-def test_norms_of_gradients_that_are_summed_already(strategy, option, where):
+def test_norms_of_gradients_that_are_summed_already(strategy, option):
+    """In the replicas, and across them."""
     with strategy.scope():
-        v, optimizer = hs.Variable(START), clipped(option, 0.5)
-    total = own(0)[1]
-    pairs = [(strategy.xp.asarray(total), v)]
-    if where == "across replicas":
-        optimizer.apply_gradients(pairs)
-    else:
-        strategy.run(lambda: optimizer.apply_gradients(pairs, skip_gradients_aggregation=True))
-    close(v.numpy(), START - 0.25 * total / np.linalg.norm(total))
+        v, w, optimizer = hs.Variable(START), hs.Variable(START), clipped(option, 0.5)
+    total = strategy.xp.asarray(own(0)[1])
+    strategy.run(lambda: optimizer.apply_gradients([(total, v)], skip_gradients_aggregation=True))
+    optimizer.apply_gradients([(total, w)])
+    for one in (v, w):
+        close(one.numpy(), START - 0.25 * own(0)[1] / np.linalg.norm(own(0)[1]))
 
 
-@both_norms
-def test_a_restored_program_clips_the_same_bits(strategy, option, mpi_tmp_path):
-    """Though a variable got its first gradient, and so its slot, after the others."""
-    shapes = [40, 8, 5]
-
-    def made():
-        with strategy.scope():
-            variables = [hs.Variable(np.zeros(n)) for n in shapes]
-            return variables, clipped(option, 0.7, 0.1, hs.optimizers.Adagrad)
-
-    def step(variables, optimizer, gradients):
-        pairs = list(zip(gradients, variables, strict=True))
-        strategy.run(lambda: optimizer.apply_gradients(pairs))
-
-    for trial in range(6):
-        random = np.random.default_rng([trial, RANK])
-        gradients = [strategy.xp.asarray(random.standard_normal(n)) for n in shapes]
-        first, restored = made(), made()
-        step(*first, [None, *gradients[1:]])
-        step(*first, gradients)
-        Checkpoint(v=first[0], o=first[1]).save(mpi_tmp_path / "file")
-        Checkpoint(v=restored[0], o=restored[1]).restore(mpi_tmp_path / "file")
-        for one in (first, restored):
-            step(*one, gradients)
-        for one, other in zip(first[0], restored[0], strict=True):
-            assert one.numpy().tobytes() == other.numpy().tobytes()
-
-
-# ---- learning rates, and optimizers of one's own
-
-
-def test_a_learning_rate_that_changes_between_steps(strategy):
-    """A number, then a variable, which is assigned."""
-    with strategy.scope():
-        v, rate = hs.Variable(START), hs.Variable(4.0)
-        optimizer = hs.optimizers.SGD(0.5, momentum=0.9)
-    velocity, value = 0, START
-    for step, wanted in enumerate([0.5, 0.25, 2.0, 4.0, 0.125]):
-        optimizer.learning_rate = wanted if step < 3 else rate
-        if step < 3:
-            assert optimizer.learning_rate == wanted
-        else:
-            rate.assign(wanted)
-        train(strategy, v, optimizer, step)
-        velocity = 0.9 * velocity - wanted * own(step)[1]
-        value = value + velocity
-        close(v.numpy(), value)
-    with pytest.raises(ValueError, match="SGD: learning_rate is -1"):
-        optimizer.learning_rate = -1
-    assert optimizer.learning_rate is rate
+# ---- optimizers of one's own
 
 
 class Plain(hs.optimizers.Optimizer):
@@ -347,23 +261,18 @@ class Plain(hs.optimizers.Optimizer):
 
     in_class = 1.0
 
-    def __init__(self, learning_rate, factor=3.0, is_signed=False):
+    def __init__(self, learning_rate, factor=3.0):
         self.early = factor
         super().__init__(learning_rate)
-        self.factor = factor
-        self.is_signed, self.bound = is_signed, None
+        self.factor, self.is_signed, self.bound = factor, False, None
 
     @property
     def slots(self):
         return {"steps": 1.0}
 
     def numbers(self, rate, step):
-        return {
-            "rate": rate * self.factor * self.early * self.in_class,
-            "step": step,
-            "is_signed": self.is_signed,
-            "bound": self.bound,
-        }
+        rate *= self.factor * self.early * self.in_class
+        return {"rate": rate, "step": step, "is_signed": self.is_signed, "bound": self.bound}
 
     @staticmethod
     def formula(value, gradient, steps, *, rate, step, is_signed, bound):
@@ -378,21 +287,13 @@ def test_attributes_and_options_of_its_own(strategy):
     """They may change between steps; a `bool` or `None` chooses another formula."""
     with strategy.scope():
         w, optimizer = hs.Variable(np.ones((4, 3))), Plain(0.5)
-    total, value, steps = sum(range(1, N + 1)), 1.0, 1
-    changes: list[dict[str, Any]] = [
-        {},
-        {"factor": 2.0, "in_class": 4.0},
-        {"is_signed": True},
-        {"bound": 0.5},
-        {"bound": 0.25},
-    ]
-    for step, change in enumerate(changes, 1):
-        for name, new in change.items():
-            setattr(optimizer, name, new)
+    total, value = sum(range(1, N + 1)), 1.0
+    changes = {"early": 3.0, "factor": 2.0, "in_class": 4.0, "is_signed": True, "bound": 0.5}
+    for name, new in [*changes.items(), ("bound", 0.25)]:
+        setattr(optimizer, name, new)
         gradient = strategy.xp.full((4, 3), RANK + 1.0)
         strategy.run(optimizer.apply_gradients, args=([(gradient, w)],))
         used = min(1 if optimizer.is_signed else total, optimizer.bound or total)
         value -= 0.5 * optimizer.factor * 3 * optimizer.in_class * used
-        steps += step
     assert (w.numpy() == value).all()
-    assert (optimizer.variables[-1].numpy() == steps).all()
+    assert (optimizer.variables[-1].numpy() == 1 + 21).all()
