@@ -3,7 +3,6 @@
 import fnmatch
 import pathlib
 
-import numpy as np
 import pytest
 import simulated_gpu
 
@@ -14,7 +13,6 @@ pytestmark = [
 
 TESTS = pathlib.Path(__file__).parents[1]
 KIT = [TESTS / "conformance" / name for name in ("compare.py", "golden.json", "cases")]
-PINNED = "at *, the host writes to pinned memory, *"
 OVERLAPS = "the memory that NCCL's *{} at * reads or writes overlaps {}, *"
 IN_ONE_GROUP = "that of allReduce at *, in one group"
 KERNEL = "the kernel that is launched at *, "
@@ -33,6 +31,7 @@ REFUSALS = {
             "them",
             "a read at * is not ordered with the write at *, of the same memory (bytes 56 to 64 "
             "of *",
+            "an array on GPU 1 is used at *",
         ],
     ),
     "calls of NCCL": (
@@ -44,19 +43,6 @@ REFUSALS = {
             OVERLAPS.format("allReduce", IN_ONE_GROUP),
             OVERLAPS.format("allReduce", IN_ONE_GROUP),
             "NCCL is called at * with float64 at an address that is not a multiple of 8",
-        ],
-    ),
-    "copies": (
-        "gpu_copies.py",
-        None,
-        [
-            *[PINNED] * 3,
-            "CuPy cannot copy non-contiguous array between devices.",
-            "a read at * on the null stream of GPU 0 is not ordered with the write at * of GPU 1, "
-            "*",
-            "an array on GPU 1 is used at *",
-            "True False False True",
-            "False True True False",
         ],
     ),
 }
@@ -76,9 +62,7 @@ def test_for_an_update_of_a_metric_the_host_does_not_wait(simulated):
     """For a sparse gradient it waits twice: for the largest index, and for the number of rows."""
     result = simulated("gpu_waits.py")
     assert (result.status, result.leftovers) == (0, [])
-    launches, waits = np.array([line.split() for line in result.out.splitlines()], int).T
-    assert waits.tolist() == [2, *[0] * 7]
-    assert launches[1:].tolist() == [2, 4, 6, 7, 6, 19, 8]
+    assert result.out.split() == ["2", *"0000000"]
 
 
 def test_a_program_with_a_graph(simulated):
@@ -86,12 +70,6 @@ def test_a_program_with_a_graph(simulated):
     for end in "closes", "ends":
         result = simulated("gpu_graph.py", 2, end)
         assert result.status == 0 and result.out == "200 0.0\n", result.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [None, 1, 3])
-def test_a_program_with_a_graph_on_other_numbers_of_ranks(simulated, ranks):
-    assert simulated("gpu_graph.py", ranks, "closes").out == "200 0.0\n"
 
 
 def test_a_rank_that_makes_another_call_than_a_launch_of_a_graph(simulated):
@@ -112,9 +90,10 @@ def test_the_conformance_kit(simulated):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 1, 4])
-def test_the_conformance_kit_on_other_numbers_of_ranks(simulated, ranks):
+def test_whole_programs_on_other_numbers_of_ranks(simulated, ranks):
     result = simulated(KIT[0], ranks, *KIT[1:])
     assert (result.status, result.err) == (0, "") and " passed, 0 failed" in result.out
+    assert simulated("gpu_graph.py", ranks, "closes").out == "200 0.0\n"
 
 
 def test_the_kit_where_there_are_fewer_gpus_than_ranks(simulated):
