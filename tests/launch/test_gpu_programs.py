@@ -186,24 +186,20 @@ def test_share_when_mps_does_not_obey(bench, ailment):
     bench.check_that_mps_ended(result)
 
 
-def test_share_when_mps_does_not_start(bench):
-    result = bench.share("touch", "started", BROKEN="1").end()
-    assert (result.status, result.out) == (1, "")
-    assert "MPS did not start" in result.err and "no device" in result.err
-    assert not (bench.folder / "started").exists()
-    bench.check_that_nothing_is_left(result)
-
-
-def test_share_without_mps(bench):
+def test_without_mps_the_command_does_not_start(bench):
+    broken = bench.share("touch", "started", BROKEN="1").end()
+    assert "MPS did not start" in broken.err and "no device" in broken.err
+    results = [broken]
+    (bench.folder / "bin" / "nvidia-cuda-mps-control").unlink()
     path = f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"
-    if shutil.which("nvidia-cuda-mps-control", path=path):
-        pytest.skip("MPS is here")
-    result = bench.run(LAUNCH / "share-gpu", "touch", "started")
-    assert (result.status, result.out) == (1, "")
-    assert result.err.startswith("launch/share-gpu: there is no nvidia-cuda-mps-control in PATH")
-    assert "install the driver's package of compute utilities" in result.err
+    if not shutil.which("nvidia-cuda-mps-control", path=path):
+        results.append(missing := bench.run(LAUNCH / "share-gpu", "touch", "started"))
+        assert "there is no nvidia-cuda-mps-control in PATH" in missing.err
+        assert "install the driver's package of compute utilities" in missing.err
+    for result in results:
+        assert (result.status, result.out) == (1, "")
+        bench.check_that_nothing_is_left(result)
     assert not (bench.folder / "started").exists()
-    bench.check_that_nothing_is_left(result)
 
 
 def test_share_sets_variables(bench):
