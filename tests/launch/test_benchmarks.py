@@ -119,11 +119,9 @@ def test_hazards_of_gpus(launch, simulated):
 @on_simulated_gpus
 def test_hazards_that_end_jobs(launch, simulated):
     seen = hazards(launch, simulated, "hangs", "kills")
-    of_kills = [
-        seen.pop(("kills", one)) for one in ("SIGKILL of rank 2", "hpcstrat run --restarts 2")
-    ]
-    assert of_kills[0].startswith("the launcher ends after ")
-    assert of_kills[1].startswith("1 restarts, trains after ")
+    assert seen.pop(("kills", "SIGKILL of rank 2")).startswith("the launcher ends after ")
+    restarts = seen.pop(("kills", "hpcstrat run --restarts 2"))
+    assert restarts.startswith("1 restarts, trains after ")
     hangs = r"report after [\d.]+ s, end after [\d.]+ s; status [1-9]\d*, no process stayed"
     found = [text for (part, _), text in seen.items() if part == "hangs"]
     assert len(found) == 3 and all(re.fullmatch(hangs, text) for text in found), seen

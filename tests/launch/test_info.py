@@ -94,8 +94,8 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 def test_the_driver_s_error_has_a_remedy(simulated):
     _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env={"SIMULATED_CUINIT": "802@1"}))
-    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802)" in fault
-    assert "start the fabric manager" in fault and fault.endswith(" (rank 1)")
+    said = r".*CUDA_ERROR_SYSTEM_NOT_READY \(802\).*start the fabric manager.* \(rank 1\)$"
+    assert re.match(said, fault)
 
 
 @needs_compiler
@@ -124,15 +124,11 @@ def test_one_kernel_is_tried_on_each_ranks_gpu(simulated):
 @pytest.mark.gpu
 @needs_compiler
 def test_what_is_wrong_with_gpus(simulated):
-    shared = {"SIMULATED_GPUS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": None}
-    for env, said in (
-        (
-            {"SIMULATED_GPU_FAULTS": "out-of-memory@1:1"},
-            r"CuPy does not compute: .*; `pip install .* \(rank 1\)$",
-        ),
-        (shared, "2 ranks of .* have 1 GPUs; .*launch/share-gpu"),
-    ):
-        _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
-        assert re.match(said, fault)
-    shared["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    assert found_in(simulated(MODULE, 2, *INFO, env=shared))[1] == []
+    env = {"SIMULATED_GPU_FAULTS": "out-of-memory@1:1"}
+    _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
+    assert re.match(r"CuPy does not compute: .*; `pip install .* \(rank 1\)$", fault)
+    env = {"SIMULATED_GPUS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": None}
+    _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
+    assert re.match("2 ranks of .* have 1 GPUs; .*launch/share-gpu", fault)
+    env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    assert found_in(simulated(MODULE, 2, *INFO, env=env))[1] == []

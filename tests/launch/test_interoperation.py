@@ -115,10 +115,7 @@ TOOLS = {
     "pdb": (["-m", "pdb", "program.py"], "continue\nquit\n"),
     "pytest": (["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_program.py"], ""),
     "prompt": (["-i", "program.py"], "1 + 1\nexit\nraise SystemExit(0)\n"),
-    "IPython": (
-        ["-m", "IPython", "--simple-prompt", "--no-banner", "-i", "program.py"],
-        "1 + 1\nexit\n",
-    ),
+    "IPython": ("-m IPython --simple-prompt --no-banner -i program.py".split(), "1 + 1\nexit\n"),
 }
 
 
@@ -133,11 +130,8 @@ def test_a_tool_runs_as_without_the_library(launch, tool, ranks):
     command = [sys.executable, *words]
     if ranks:  # on one rank of two: what others print is the library's choice
         command = [*launch.mpirun, "-n", "1", *command, ":", "-n", "1", "sleep", "0"]
-    env = {
-        "PYTHONSTARTUP": launch.folder / "startup.py",
-        "IPYTHONDIR": launch.folder,
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    own = {"IPYTHONDIR": launch.folder, "PYTHONDONTWRITEBYTECODE": "1"}
+    env = own | {"PYTHONSTARTUP": launch.folder / "startup.py"}
     ends = []
     for line in ("", "import hpcstrat"):
         (launch.folder / "program.py").write_text(PROGRAM.format(line))

@@ -26,8 +26,8 @@ class Port(NamedTuple):
     abs: float  # and absolutely, for numbers near zero
     why: str  # the reason for that
     # A module without which neither program runs, and which chooses where `before.py` computes;
-    # else it takes `--gpu`. An mpi4py program computes with NumPy. If it needs a package that the
-    # tests do not install, what it printed is in `before.txt`, below a line with the version.
+    # else it takes `--gpu`. If `before.py` needs a package that the tests do not install, what it
+    # printed is in `before.txt`, below a line with the version.
     needs: str | None = None
     few: tuple[str, ...] = ()  # options with which there is less data than four replicas
 
