@@ -77,7 +77,8 @@ def blocks_of(path):
     text, page = path.read_text(), path.relative_to(ROOT).as_posix()
     found = []
     for match in reversed(list(_FENCE.finditer(text))):
-        says = dict(word.partition(": ")[::2] for word in (match["says"] or "").split("; ") if word)
+        words = [word.partition(": ") for word in (match["says"] or "").split("; ") if word]
+        says = {name: value for name, _, value in words}
         assert says.keys() <= _WORDS, f"{path}: {match['says']}"
         output = found[-1] if found and found[-1].language == "text" else None
         line = text.count("\n", 0, match.start("language")) + 1

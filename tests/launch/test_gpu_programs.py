@@ -73,9 +73,11 @@ class Bench:
             "TMPDIR": self.temporary,
             "RECORD": self.folder / "record",
         }
-        job = Job([*command], folder=self.folder, env=own | env, stdin="its input\n")
+        (self.folder / "input").write_text("its input\n")
+        with open(self.folder / "input") as file:
+            job = Job([*command], folder=self.folder, env=own | env, stdin=file).start()
         self._started.append(job)
-        return job.start()
+        return job
 
     def run(self, *command, **env):
         return self.start(*command, **env).end()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import operator
 import re
 
 import pytest
@@ -28,6 +29,7 @@ class Trace:
 
     def parents(self):
         """(span, the span around it or None) of each; those of a thread must not overlap otherwise."""
+        track = operator.itemgetter("pid", "tid")
         ordered = sorted(self.spans, key=lambda one: (*track(one), start(one), -end(one)))
         for _, spans in itertools.groupby(ordered, track):
             around = []
@@ -37,10 +39,6 @@ class Trace:
                 assert not around or end(span) <= end(around[-1]), (span, around[-1])
                 yield span, around[-1] if around else None
                 around.append(span)
-
-
-def track(span):
-    return span["pid"], span["tid"]
 
 
 def start(span):
