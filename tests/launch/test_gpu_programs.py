@@ -73,11 +73,10 @@ class Bench:
             "TMPDIR": self.temporary,
             "RECORD": self.folder / "record",
         }
-        (self.folder / "input").write_text("its input\n")
-        with open(self.folder / "input") as file:
-            job = Job([*command], folder=self.folder, env=own | env, stdin=file).start()
+        typed = "its input\n"
+        job = Job([*command], folder=self.folder, env=own | env, stdin=typed)  # pyright: ignore[reportArgumentType]
         self._started.append(job)
-        return job
+        return job.start()
 
     def run(self, *command, **env):
         return self.start(*command, **env).end()
