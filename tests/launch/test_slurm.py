@@ -39,11 +39,7 @@ def run(*command, folder=None, **env):
 
 
 class LocalSlurm:
-    """`tests/try-locally` while its command runs.
-
-    Attributes:
-        line: the first line that the command prints.
-    """
+    """`tests/try-locally` while its command runs, whose first line is `line`."""
 
     def __init__(self, folder, *arguments):
         self._temporary = tempfile.mkdtemp()  # whose name is short enough for sockets
