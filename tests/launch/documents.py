@@ -15,14 +15,8 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *(
-        ROOT / folder / "README.md"
-        for folder in ("examples", "examples/ported", "slurm", "benchmarks")
-    ),
-]
+_FOLDERS = "", "examples", "examples/ported", "slurm", "benchmarks"
+PAGES = [ROOT / "CONTRIBUTING.md", *(ROOT / folder / "README.md" for folder in _FOLDERS)]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 NEEDS = {
@@ -39,23 +33,14 @@ _FENCE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A code block.
+    """A code block."""
 
-    Attributes:
-        page: the page's path in the repository.
-        line: its first line.
-        language: `python`, `sh` or `text`.
-        text: its text; for a program that continues another, both.
-        says: what the comment says.
-        output: the next block, if that is `text`.
-    """
-
-    page: str
+    page: str  # its path in the repository
     line: int
-    language: str
-    text: str
-    says: dict[str, str]
-    output: "Block | None"
+    language: str  # `python`, `sh` or `text`
+    text: str  # for a program that continues another, both
+    says: dict[str, str]  # in the comment
+    output: "Block | None"  # the next block, if that is `text`
 
     def __str__(self):
         return f"{self.page}:{self.line}"
@@ -71,13 +56,11 @@ class Block:
 
     def expects(self, ranks):
         """The output that the page shows for this number of ranks, or for any; else None."""
-        if (
-            self.output is None
-            or "not run" in self.output.says
-            or str(ranks) not in self.output.says.get("ranks", str(ranks)).split()
-        ):
+        output = self.output
+        if output is None or "not run" in output.says:
             return None
-        return self.output.text
+        is_for_them = str(ranks) in output.says.get("ranks", str(ranks)).split()
+        return output.text if is_for_them else None
 
     def prints(self, stdout):
         """What was printed, in the page's order if it may come in any."""
@@ -85,41 +68,27 @@ class Block:
             return stdout
         shown = self.output.text.splitlines(keepends=True)
         lines = stdout.splitlines(keepends=True)
-        return "".join(
-            sorted(lines, key=lambda line: shown.index(line) if line in shown else len(shown))
-        )
+        order = {line: i for i, line in enumerate(shown)}
+        return "".join(sorted(lines, key=lambda line: order.get(line, len(shown))))
 
 
 def blocks_of(path):
     """All blocks of a page, in order."""
-    text = path.read_text()
+    text, page = path.read_text(), path.relative_to(ROOT).as_posix()
     found = []
     for match in reversed(list(_FENCE.finditer(text))):
-        says = dict(_pair(word) for word in (match["says"] or "").split("; ") if word)
+        words = [word.partition(": ") for word in (match["says"] or "").split("; ") if word]
+        says = {name: value for name, _, value in words}
         assert says.keys() <= _WORDS, f"{path}: {match['says']}"
         output = found[-1] if found and found[-1].language == "text" else None
         line = text.count("\n", 0, match.start("language")) + 1
-        found.append(
-            Block(
-                path.relative_to(ROOT).as_posix(),
-                line,
-                match["language"],
-                match["text"],
-                says,
-                output,
-            )
-        )
+        found.append(Block(page, line, match["language"], match["text"], says, output))
     found.reverse()
     for i, block in enumerate(found):
         if "continues" in block.says:
             program = next(before for before in reversed(found[:i]) if before.language == "python")
             found[i] = dataclasses.replace(block, text=f"{program.text}\n\n{block.text}")
     return found
-
-
-def _pair(word):
-    name, _, value = word.partition(": ")
-    return name, value
 
 
 BLOCKS = {path.relative_to(ROOT).as_posix(): blocks_of(path) for path in PAGES}

@@ -53,6 +53,8 @@ def test_on_small_sizes(launch, tmp_path, program):
     options = options.split()
     if numbers == [None]:
         options += ["--mpirun", " ".join(launch.mpirun)]
+    if program == "host_step.py" and "HPCSTRAT_TEST_TENSORFLOW" in os.environ:
+        options += ["--tensorflow", os.environ["HPCSTRAT_TEST_TENSORFLOW"]]
     plot = tmp_path / "growth.png"
     draws = program == "growth.py" and importlib.util.find_spec("matplotlib") is not None
     if draws:
@@ -76,15 +78,6 @@ def test_on_emulated_hosts(launch):
     assert "10.77.0." not in subprocess.check_output(["ip", "netns"], text=True)
 
 
-@pytest.mark.slow
-def test_a_step_beside_tensorflow(launch):
-    python = os.environ.get("HPCSTRAT_TEST_TENSORFLOW")
-    if python is None:
-        pytest.skip("HPCSTRAT_TEST_TENSORFLOW does not name a Python that has TensorFlow")
-    found = rows(launch, "host_step.py", 2, "--rounds", "1", "--tensorflow", python)
-    assert "TensorFlow" in {row[1] for row in found}
-
-
 # ---- on GPUs
 
 
@@ -93,38 +86,30 @@ def test_a_step_beside_tensorflow(launch):
 def test_the_counts_of_a_step(simulated):
     """They do not depend on the machine, so the goals are bounds."""
     found = rows_of(simulated(BENCHMARKS / "calls.py", 2, "--simulated-gpu"))
-    # Gradients are packed, summed, and applied, and new values are sent. Or they are packed, and
-    # copied to the host, and new values are copied from there.
+    # Gradients are packed, summed, and applied, and new values are sent; or packed and copied.
     expected = {"central": 4, "in host memory": 3, "mirrored": 3}
     assert {row[0] for row in found} == expected.keys()
-    for strategy, optimizer, arrays, calls, goal, launches, *_ in found:
-        what, of_norms = (strategy, optimizer, arrays), 0
-        if optimizer == "clipped" and strategy != "in host memory":
-            of_norms = 3
-        assert int(launches) == expected[strategy] + of_norms, what
-        assert int(calls) <= int(goal or sys.maxsize), what
+    for strategy, optimizer, _, calls, goal, launches, *_ in found:
+        of_norms = 3 * (optimizer == "clipped" and strategy != "in host memory")
+        assert int(launches) == expected[strategy] + of_norms, (strategy, optimizer)
+        assert int(calls) <= int(goal or sys.maxsize), (strategy, optimizer)
 
 
-@pytest.fixture
-def hazards(launch, simulated, tmp_path):
+def hazards(launch, simulated, *parts):
     """What benchmarks/gpu_hazards.py shows in some of its parts: (part, case) -> text."""
-
-    def run(*parts):
-        log = tmp_path / "log"
-        words = "--parts", *parts, "--log", log
-        env = {"MPIRUN": " ".join(launch.mpirun)}
-        found = rows_of(simulated(BENCHMARKS / "gpu_hazards.py", None, *words, env=env))
-        assert tuple(dict.fromkeys(part for part, *_ in found)) == parts
-        assert all(path.read_text() for path in log.glob("*.log"))
-        return {(part, case): text for part, case, text, _ in found}
-
-    return run
+    log = launch.folder / "log"
+    words = "--parts", *parts, "--log", log
+    env = {"MPIRUN": " ".join(launch.mpirun)}
+    found = rows_of(simulated(BENCHMARKS / "gpu_hazards.py", None, *words, env=env))
+    assert tuple(dict.fromkeys(part for part, *_ in found)) == parts
+    assert all(path.read_text() for path in log.glob("*.log"))
+    return {(part, case): text for part, case, text, _ in found}
 
 
 @pytest.mark.gpu
 @on_simulated_gpus
-def test_hazards_of_gpus(hazards):
-    seen = hazards("queue", "events", "calls")
+def test_hazards_of_gpus(launch, simulated):
+    seen = hazards(launch, simulated, "queue", "events", "calls")
     assert "cannot be simulated" in seen["queue", "all"]
     assert {f"connect={connect}, allReduce" for connect in "01"} <= {case for _, case in seen}
 
@@ -132,10 +117,11 @@ def test_hazards_of_gpus(hazards):
 @pytest.mark.slow
 @pytest.mark.gpu
 @on_simulated_gpus
-def test_hazards_that_end_jobs(hazards):
-    seen = hazards("hangs")
+def test_hazards_that_end_jobs(launch, simulated):
+    seen = hazards(launch, simulated, "hangs", "kills")
+    assert seen.pop(("kills", "SIGKILL of rank 2")).startswith("the launcher ends after ")
+    restarts = seen.pop(("kills", "hpcstrat run --restarts 2"))
+    assert restarts.startswith("1 restarts, trains after ")
     hangs = r"report after [\d.]+ s, end after [\d.]+ s; status [1-9]\d*, no process stayed"
-    assert len(seen) == 3 and all(re.fullmatch(hangs, text) for text in seen.values()), seen
-    seen = hazards("kills")
-    assert seen["kills", "SIGKILL of rank 2"].startswith("the launcher ends after ")
-    assert seen["kills", "hpcstrat run --restarts 2"].startswith("1 restarts, trains after ")
+    found = [text for (part, _), text in seen.items() if part == "hangs"]
+    assert len(found) == 3 and all(re.fullmatch(hangs, text) for text in found), seen

@@ -17,13 +17,7 @@ SECONDS = re.compile(r"\d+ s\b")
 ALL = [block for page in BLOCKS.values() for block in page]
 
 
-def programs(*, of_the_readme):
-    """A parameter for each program."""
-    return [
-        pytest.param(block, id=f"{block}-{block.says.get('needs', '')}".rstrip("-"))
-        for block in ALL
-        if block.language == "python" and (block.page == "README.md") == of_the_readme
-    ]
+PROGRAMS = [block for block in ALL if block.language == "python"]
 
 
 def write_files(page, folder):
@@ -52,13 +46,13 @@ def check_program(launch, place, block, numbers):
             assert block.prints(result.out) == expected
 
 
-@pytest.mark.parametrize("block", programs(of_the_readme=True))
+@pytest.mark.parametrize("block", [b for b in PROGRAMS if b.page == "README.md"], ids=str)
 def test_program_of_the_readme(launch, place, block):
     check_program(launch, place, block, "3")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", programs(of_the_readme=False))
+@pytest.mark.parametrize("block", [b for b in PROGRAMS if b.page != "README.md"], ids=str)
 def test_program(launch, place, block):
     check_program(launch, place, block, "1 3")
 
@@ -119,10 +113,8 @@ def test_command(launch, block, tmp_path):
     skip_unless_it_runs(block)
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, command in (
-        ("python", [sys.executable]),
-        ("mpirun", [shutil.which(launch.mpirun[0]), *launch.mpirun[1:]]),
-    ):
+    mpirun = [shutil.which(launch.mpirun[0]), *launch.mpirun[1:]]
+    for name, command in {"python": [sys.executable], "mpirun": mpirun}.items():
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (folder / name).chmod(0o755)
     for name in FOLDERS:
@@ -134,10 +126,8 @@ def test_command(launch, block, tmp_path):
     assert (result.status != 0, result.leftovers) == ("fails" in block.says, [])
     expected = block.expects(None)
     if expected is not None and "fails" in block.says:
-        seen = SECONDS.sub("N s", result.err).splitlines()
-        assert [
-            line for line in SECONDS.sub("N s", expected).splitlines() if line not in seen
-        ] == []
+        seen, shown = (SECONDS.sub("N s", text).splitlines() for text in (result.err, expected))
+        assert [line for line in shown if line not in seen] == []
     elif expected is not None:
         assert block.prints(result.out) == expected
 
@@ -151,15 +141,14 @@ def test_pytest_on_several_ranks_prints_one_report(launch, tmp_path):
         (tmp_path / block.says["file"]).write_text(block.text)
     failing = "import hpcstrat as hs\ndef test_one(): pass\ndef test_two(): assert hs.rank() != 1\n"
     (tmp_path / "test_failing.py").write_text(failing)
-    for name, status, passed, shown in (("mean", 0, 2, 0), ("failing", 1, 2, 1)):
-        words = "pytest", "-p", "hpcstrat", "-p", "no:cacheprovider", "--with-mpi"
+    words = "pytest", "-p", "hpcstrat", "-p", "no:cacheprovider", "--with-mpi"
+    for name, failures in ("mean", 0), ("failing", 1):
         result = launch(pathlib.Path("-m"), 3, *words, tmp_path / f"test_{name}.py", timeout=60)
-        assert result.status == status
-        assert re.findall(r"(\d+) passed in", result.out) == [str(passed)]
-        assert result.err.count("assert 1 != 1") == shown
-        assert (
-            len(re.findall(r"^\[rank 1\] .*test_failing.py::test_two$", result.err, re.M)) == shown
-        )
+        assert result.status == failures
+        assert re.findall(r"(\d+) passed in", result.out) == ["2"]
+        assert result.err.count("assert 1 != 1") == failures
+        of_rank_1 = re.findall(r"^\[rank 1\] .*test_failing.py::test_two$", result.err, re.M)
+        assert len(of_rank_1) == failures
 
 
 def check_words(commands):

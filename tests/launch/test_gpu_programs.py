@@ -11,7 +11,10 @@ import pytest
 from job import Job, mpirun, parent
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
-PROGRAMS = ["share-gpu", "ci-multi-gpu"]
+WRONG = {
+    "share-gpu": ["", "--gpu true", "--nccl", "--nccl=nowhere true"],
+    "ci-multi-gpu": ["2", "--ranks", "--ranks=", "--ranks 1x", "--ranks=0", "--nccl nowhere"],
+}
 
 # Records its commands. The daemon ends when it is told to quit; not when it is DEAF, or DUMB and
 # never answers.
@@ -37,12 +40,6 @@ daemon)
     ;;
 esac
 """
-WAITS = """
-import time
-print("up", flush=True)
-while True:
-    time.sleep(0.05)
-"""
 # Says by its status which signal has come.
 ANSWERS = """
 import signal, sys
@@ -54,16 +51,11 @@ sys.exit(signal.sigwait(signals) + 40)
 
 
 class Bench:
-    """A folder of stand-ins, which come first on PATH, and the programs that run with them.
-
-    Attributes:
-        folder: of this test.
-        temporary: where the programs put their temporary files.
-    """
+    """A folder of stand-ins, which come first on PATH, and the programs that run with them."""
 
     def __init__(self, folder):
         self.folder = folder
-        self.temporary = folder / "temporary"
+        self.temporary = folder / "temporary"  # files of the programs
         self.temporary.mkdir()
         (folder / "bin").mkdir()
         self._started = []
@@ -81,7 +73,8 @@ class Bench:
             "TMPDIR": self.temporary,
             "RECORD": self.folder / "record",
         }
-        job = Job([*command], folder=self.folder, env=own | env)
+        typed = "its input\n"
+        job = Job([*command], folder=self.folder, env=own | env, stdin=typed)  # pyright: ignore[reportArgumentType]
         self._started.append(job)
         return job.start()
 
@@ -130,82 +123,48 @@ def send(job, name):
 # ---- all of them
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help(bench, program):
+@pytest.mark.parametrize("program", WRONG)
+def test_help_and_wrong_use(bench, program):
     result = bench.run(LAUNCH / program, "--help")
     assert (result.status, result.err) == (0, "")
     assert result.out.startswith("usage: ") and f"launch/{program} " in result.out
-    assert max(len(line) for line in result.out.splitlines()) <= 120
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_wrong_use(bench, program):
-    commands = {
-        "share-gpu": ["", "--gpu true", "--nccl", "--nccl=nowhere true"],
-        "ci-multi-gpu": ["2", "--ranks", "--ranks=", "--ranks 1x", "--ranks=0", "--nccl nowhere"],
-    }
     bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
-    for words in commands[program]:
+    for words in WRONG[program]:
         result = bench.run(LAUNCH / program, *words.split())
         assert (result.status, result.out) == (2, ""), words
         assert f"launch/{program}" in result.err
     assert bench.record() == []
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_shellcheck_finds_nothing(bench, program):
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    result = bench.run("shellcheck", LAUNCH / program)
-    assert (result.status, result.out) == (0, "")
-
-
 # ---- share-gpu
 
 
 def test_share_around_a_command(bench):
-    result = bench.share("sh", "-c", 'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit 3').end()
+    words = 'echo "started in $CUDA_MPS_PIPE_DIRECTORY"; cat; exit 3'
+    result = bench.share("sh", "-c", words).end()
     assert (result.status, result.err) == (3, "")
-    assert result.out.replace("ran", "started").splitlines() == bench.record()[:1]
+    assert result.out.splitlines() == [*bench.record()[:1], "its input"]
     bench.check_that_mps_ended(result)
+    assert bench.share("no-such-command").end().status == 127
 
 
-def test_share_with_a_command_that_is_not_there(bench):
-    result = bench.share("no-such-command").end()
-    assert result.status == 127
-    bench.check_that_mps_ended(result)
-
-
-def test_share_gives_the_command_its_input(bench):
-    result = bench.share("sh", "-c", f"echo text | {LAUNCH}/share-gpu cat").end()
-    assert (result.status, result.out, result.err) == (0, "text\n", "")
-    bench.check_that_nothing_is_left(result)
-
-
-@pytest.fixture(params=["SIGINT", "SIGTERM"])
-def name(request):
-    """The name of a signal."""
-    if signal.getsignal(getattr(signal, request.param)) == signal.SIG_IGN:  # after nohup, or `&`
-        pytest.skip(f"the tests were started with {request.param} ignored, for all shells below")
-    return request.param
-
-
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_share_passes_signals_on(bench, name):
+    """To a command that answers by a status, and to one that it ends."""
+    number = getattr(signal, name)
+    if signal.getsignal(number) == signal.SIG_IGN:  # after nohup, or `&`
+        pytest.skip(f"the tests were started with {name} ignored, for all shells below")
     job = bench.share(sys.executable, "-c", ANSWERS)
     send(job, name)
     result = job.end()
-    assert result.status == getattr(signal, name) + 40
+    assert result.status == number + 40
     bench.check_that_mps_ended(result)
-
-
-def test_share_around_a_command_that_a_signal_ends(bench, name):
-    if name == "SIGINT" and bench.run("env", "--default-signal=INT", "true").status:
-        pytest.skip("before coreutils 8.31, only a command that asks for SIGINT gets it")
-    job = bench.share("sh", "-c", f"{sys.executable} -c '{WAITS}'; true")
-    send(job, name)
-    result = job.end()
-    assert result.status == 128 + getattr(signal, name)
-    bench.check_that_mps_ended(result)
+    if name == "SIGTERM" or bench.run("env", "--default-signal=INT", "true").status == 0:
+        job = bench.start(LAUNCH / "share-gpu", "sh", "-c", "echo up; sleep 1000; true")
+        send(job, name)
+        result = job.end()
+        assert result.status == 128 + number
+        bench.check_that_nothing_is_left(result)
 
 
 def test_share_with_mpirun(launch, bench):
@@ -228,24 +187,20 @@ def test_share_when_mps_does_not_obey(bench, ailment):
     bench.check_that_mps_ended(result)
 
 
-def test_share_when_mps_does_not_start(bench):
-    result = bench.share("touch", "started", BROKEN="1").end()
-    assert (result.status, result.out) == (1, "")
-    assert "MPS did not start" in result.err and "no device" in result.err
-    assert not (bench.folder / "started").exists()
-    bench.check_that_nothing_is_left(result)
-
-
-def test_share_without_mps(bench):
+def test_without_mps_the_command_does_not_start(bench):
+    broken = bench.share("touch", "started", BROKEN="1").end()
+    assert "MPS did not start" in broken.err and "no device" in broken.err
+    results = [broken]
+    (bench.folder / "bin" / "nvidia-cuda-mps-control").unlink()
     path = f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"
-    if shutil.which("nvidia-cuda-mps-control", path=path):
-        pytest.skip("MPS is here")
-    result = bench.run(LAUNCH / "share-gpu", "touch", "started")
-    assert (result.status, result.out) == (1, "")
-    assert result.err.startswith("launch/share-gpu: there is no nvidia-cuda-mps-control in PATH")
-    assert "install the driver's package of compute utilities" in result.err
+    if not shutil.which("nvidia-cuda-mps-control", path=path):
+        results.append(missing := bench.run(LAUNCH / "share-gpu", "touch", "started"))
+        assert "there is no nvidia-cuda-mps-control in PATH" in missing.err
+        assert "install the driver's package of compute utilities" in missing.err
+    for result in results:
+        assert (result.status, result.out) == (1, "")
+        bench.check_that_nothing_is_left(result)
     assert not (bench.folder / "started").exists()
-    bench.check_that_nothing_is_left(result)
 
 
 def test_share_sets_variables(bench):
@@ -263,14 +218,10 @@ def test_share_sets_variables(bench):
         "NCCL_NVLS_ENABLE=0",
     ]
     bench.check_that_mps_ended(result)
-
-
-def test_share_keeps_the_users_variables_and_warns_of_what_nccl_may_hang_with(bench):
-    result = bench.share("env", NCCL_MAX_CTAS="4", NCCL_NVLS_ENABLE="1").end()
-    assert {"NCCL_MAX_CTAS=4", "NCCL_NVLS_ENABLE=1"} <= set(result.out.splitlines())
-    assert result.err == ""
-    result = bench.share("true", NCCL_MAX_CTAS="32").end()
-    assert (result.status, result.err.count("NCCL_MAX_CTAS=32")) == (0, 1)
+    users = {"NCCL_MAX_CTAS": "32", "NCCL_NVLS_ENABLE": "1"}
+    result = bench.share("env", **users).end()
+    assert {f"{name}={value}" for name, value in users.items()} <= set(result.out.splitlines())
+    assert result.err.count("NCCL_MAX_CTAS=32 is kept; NCCL hangs") == 1
 
 
 def test_share_preloads_nccl(bench):
@@ -318,28 +269,20 @@ def test_ci(bench, option):
         depth += line.startswith("started in ") - (line == "quit")
         assert depth in (0, 1)
         words = r"(shared )?(?:mpirun -n (\d) )?.*?(train|gpu_step|pytest.* -m ((?:not )?gpu)\b.*\b(\w+)$)"
-        match = re.match(words, line)
-        if match is not None:
+        if match := re.match(words, line):
             assert (depth == 1) == (match[1] is not None)
             what = f"{match[5]}: {match[4]}" if match[5] else match[3]
             found.append((match[2], what, depth == 1))
     bench.check_that_nothing_is_left(result)
     assert found[0] == ("1", "train", False)
-    if option != "--all":
-        assert found[1:] == [
-            ("2", "train", True),
-            ("4", "train", True),
-            ("2", "parallel: gpu", True),
-            ("4", "parallel: gpu", True),
-            ("4", "gpu_step", True),
-            (None, "launch: gpu", True),
-        ]
-        assert all(
-            "not slow" in line for line in bench.record() if "pytest" in line and "-m " in line
-        )
+    if option == "--all":
+        assert {(None, "launch: gpu", True), (None, "launch: not gpu", False)} <= set(found)
     else:
-        assert (None, "launch: gpu", True) in found
-        assert (None, "launch: not gpu", False) in found
+        of_ranks = [("train", "24"), ("parallel: gpu", "24"), ("gpu_step", "4")]
+        shared = [(ranks, what, True) for what, numbers in of_ranks for ranks in numbers]
+        assert found[1:] == [*shared, (None, "launch: gpu", True)]
+        runs = [line for line in bench.record() if "pytest" in line and "-m " in line]
+        assert all("not slow" in line for line in runs)
 
 
 def test_ci_without_a_gpu(launch, bench):

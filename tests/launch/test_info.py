@@ -11,7 +11,6 @@ import hpcstrat
 
 MODULE = pathlib.Path("-m")
 INFO = "hpcstrat", "info"
-NO_MPI = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
 
 
 def found_in(result):
@@ -31,37 +30,36 @@ def test_a_process_that_is_started_by_hand(launch):
     assert found["launcher"] == "none: started by hand" and found["mpiexec"].startswith("/")
 
 
-ON_ONE_CORE = f"""
-    import os, runpy, socket
-    import hpcstrat as hs
-
-    os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
-    if hs.rank() == 2:  # of another host, where it has its core to itself
-        socket.gethostname = lambda: "another"
-    runpy.run_module("hpcstrat", run_name="__main__")
-"""
-
-
 def test_ranks_tell_each_other_what_is_wrong(launch):
     misspelt = {
         "HPCSTRAT_STAL_SECONDS": "HPCSTRAT_STALL_SECONDS",
         "HPCSTRAT_TIMOUT": "HPCSTRAT_TIMEOUT_SECONDS",
         "HPCSTRAT_TIME_LINE": "HPCSTRAT_TIMELINE",
     }
-    result = launch(ON_ONE_CORE, 3, "info", env=dict.fromkeys(misspelt, "3"))
+    on_one_core = f"""
+        import os, runpy, socket
+        import hpcstrat as hs
+
+        os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
+        if hs.rank() == 2:  # of another host, where it has its core to itself
+            socket.gethostname = lambda: "another"
+        runpy.run_module("hpcstrat", run_name="__main__")
+    """
+    result = launch(on_one_core, 3, "info", env=dict.fromkeys(misspelt, "3"))
     found, (*others, turns) = found_in(result)
     assert found["launcher"].startswith("mpirun of ") and " 3 " in found["launcher"]
-    for (name, meant), fault in zip(sorted(misspelt.items()), sorted(others), strict=True):
+    assert len(others) == len(misspelt)
+    for name, meant in misspelt.items():
         said = f"unknown environment variable {name}; did you mean {meant}?"
-        assert fault == f"{said} (ranks 0-2)"
+        assert f"{said} (ranks 0-2)" in others
         assert result.err.count(said) == 1  # as every program says it
     assert re.match("2 ranks of .* take turns on 1 cores; .*--bind-to none", turns)
 
 
 def test_under_another_mpis_launcher(launch):
-    foreign = {"OMPI_COMM_WORLD_SIZE": "2"}
-    if launch.open_mpi:
-        foreign = {"PMI_SIZE": "2", "PMI_RANK": "0"}
+    foreign = (
+        {"PMI_SIZE": "2", "PMI_RANK": "0"} if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"}
+    )
     _, (fault,) = found_in(launch(MODULE, None, *INFO, env=foreign))
     assert fault.startswith("the ranks are not connected: ")
     assert "Start with the mpirun of" in fault
@@ -79,7 +77,7 @@ def test_another_mpis_mpirun_comes_first(launch, tmp_path):
 
 def test_without_an_mpi_library_rank_0_has_its_say(launch):
     """The others wait a little; most launchers end all ranks when one fails."""
-    result = launch(MODULE, 2, *INFO, env=NO_MPI)
+    result = launch(MODULE, 2, *INFO, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
     assert result.status == 1 and "`pip install '.[mpich]'`" in result.out
     assert "\nwrong: the ranks are not connected: " in result.out
     # The mpirun of Open MPI ends rank 1 when rank 0 fails.
@@ -96,8 +94,8 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 def test_the_driver_s_error_has_a_remedy(simulated):
     _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env={"SIMULATED_CUINIT": "802@1"}))
-    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802)" in fault
-    assert "start the fabric manager" in fault and fault.endswith(" (rank 1)")
+    said = r".*CUDA_ERROR_SYSTEM_NOT_READY \(802\).*start the fabric manager.* \(rank 1\)$"
+    assert re.match(said, fault)
 
 
 @needs_compiler
@@ -121,16 +119,15 @@ def test_one_kernel_is_tried_on_each_ranks_gpu(simulated):
     assert re.fullmatch(r"\d+, driver \d+", found["CUDA"]) and "." in found["CuPy"]
     for rank in range(2):
         assert f"GPU {rank} of 4, simulated GPU (rank {rank})" in result.out
-    env = {"SIMULATED_GPU_FAULTS": "out-of-memory@1:1"}
-    _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
-    assert re.match("CuPy does not compute: .*; `pip install ", fault)
-    assert fault.endswith(" (rank 1)")
 
 
 @pytest.mark.gpu
 @needs_compiler
-def test_more_ranks_than_gpus_may_share_them(simulated):
-    env = {"SIMULATED_GPUS": "1"}
+def test_what_is_wrong_with_gpus(simulated):
+    env = {"SIMULATED_GPU_FAULTS": "out-of-memory@1:1"}
+    _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
+    assert re.match(r"CuPy does not compute: .*; `pip install .* \(rank 1\)$", fault)
+    env = {"SIMULATED_GPUS": "1", "NCCL_MULTI_RANK_GPU_ENABLE": None}
     _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
     assert re.match("2 ranks of .* have 1 GPUs; .*launch/share-gpu", fault)
     env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"

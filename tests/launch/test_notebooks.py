@@ -25,14 +25,10 @@ class Notebook:
 
     def __init__(self, folder, **environment):
         start_new_kernel = pytest.importorskip("jupyter_client.manager").start_new_kernel
-
-        env = {
-            **os.environ,
-            **environment,
-            "IPYTHONDIR": str(folder),
-            "JUPYTER_RUNTIME_DIR": str(folder),
-        }
-        self._manager, self._client = start_new_kernel(env=env, cwd=str(folder))
+        own = {"IPYTHONDIR": str(folder), "JUPYTER_RUNTIME_DIR": str(folder)}
+        self._manager, self._client = start_new_kernel(
+            env={**os.environ, **environment, **own}, cwd=str(folder)
+        )
 
     def run(self, code):
         """What the cell shows, without colours; an error last, as `Name: text`."""
@@ -115,19 +111,12 @@ def test_engines(notebook):
     assert cells.run("float(engines[0]['total'])") == "21.0"
 
     # The gate works in later cells too, though IPython replaces the stream's `write` in each.
+    program = "print('top', hs.rank())\nnone = strategy.run(lambda: print('replica', hs.rank()))"
     for _ in range(2):
-        shown = run_until_all_have_printed(
-            cells,
-            "%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', "
-            "hs.rank()))",
-        )
+        shown = run_until_all_have_printed(cells, f"%%px\n{program}")
         assert [outputs(shown, rank)[-1] for rank in (1, 2)] == ["replica 1", "replica 2"]
-        assert (
-            "top 0" in shown
-            and "replica 0" in shown
-            and "top 1" not in shown
-            and "top 2" not in shown
-        )
+        assert "top 0" in shown and "replica 0" in shown
+        assert "top 1" not in shown and "top 2" not in shown
 
     # Engines without work are not missing ranks.
     time.sleep(7)
@@ -137,16 +126,13 @@ def test_engines(notebook):
     assert outputs(cells.run("%%px\nprint(hs.any_rank(hs.rank() == 2))"), 0) == ["True"]
 
     shown = cells.run("%%px\nif hs.rank() == 1:\n    raise ValueError('on one')\nhs.barrier()")
-    assert "ranks 0, 2: waiting in call" in shown and re.search(
-        r"barrier\(\), at In\[\d+\]:3 in <module>", shown
-    )
+    assert "ranks 0, 2: waiting in call" in shown
+    assert re.search(r"barrier\(\), at In\[\d+\]:3 in <module>", shown)
     assert cells.run(ARE_GONE) == "True"  # their last words may come too late to be shown
 
     cells.run("cluster.restart_engines_sync()\nengines.wait_for_engines(3)")
     assert IN_ENGINES.output.text.strip() in cells.run(IN_ENGINES.text)
-    cells.run(
-        "%%px\nif hs.rank() == 1:\n    bad = strategy.run(lambda: 1 / 0)\nelse:\n    good = "
-        "strategy.run(lambda: 1)"
-    )
+    one_fails = "strategy.run(lambda: 1 / 0 if hs.rank() == 1 else 1)"
+    cells.run(f"%%px\nresult = {one_fails}")
     cells.run("%%px\nhs.barrier()")
     assert cells.run(ARE_GONE) == "True"

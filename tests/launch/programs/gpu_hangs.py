@@ -22,7 +22,7 @@ def step(number):
     if number == 100 and way == "lost context" and hs.rank() == 1:
         cupy._faults.lose_context()
     optimizer.apply_gradients([(gradient, weights)])
-    if "reads" in sys.argv:
+    if way == "reads":
         gradient.get()
 
 

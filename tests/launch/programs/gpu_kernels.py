@@ -5,6 +5,8 @@ import numpy as np
 from internals import PackKernel, layout_of
 
 x, totals, stream = cupy.arange(8.0), cupy.zeros(2), cupy.cuda.Stream(non_blocking=True)
+with cupy.cuda.Device(1):
+    there = cupy.zeros(8)
 shifted = cupy.zeros(72, np.uint8)[4:68].view(np.float64)
 
 
@@ -31,6 +33,7 @@ for wrong in (
     lambda: cupy.ElementwiseKernel("T x", "T y", "y = x")(shifted, x),
     lambda: packed(x.view(np.complex128), cupy.zeros(72, np.uint8)[4:]),
     packed_unordered,
+    lambda: there + 1,
 ):
     try:
         wrong()

@@ -8,25 +8,16 @@ import threading
 import hpcstrat as hs
 
 strategy = hs.CentralStorageStrategy()
-begun, may_end = threading.Event(), threading.Event()
+both = threading.Barrier(2)
 
 
 def late():
-    begun.set()
-    may_end.wait()
+    both.wait()
 
 
-def run():
-    strategy.run(late)
-
-
-threads = [threading.Thread(target=run, name="loader") for _ in range(2)]
-threads[0].start()
-begun.wait()
-begun.clear()
-threads[1].start()
-begun.wait()
-may_end.set()
+threads = [threading.Thread(target=strategy.run, args=(late,), name="loader") for _ in range(2)]
+for thread in threads:
+    thread.start()
 for thread in threads:
     thread.join()
 

@@ -21,24 +21,14 @@ class Numbers(torch.utils.data.Dataset):
 
 
 strategy = hs.CentralStorageStrategy()
-generator = torch.Generator().manual_seed(0) if sys.argv[1] == "seeded" else None
-loader = torch.utils.data.DataLoader(
-    Numbers(),
-    8,
-    shuffle=True,
-    num_workers=2,
-    generator=generator,
-    persistent_workers=sys.argv[2] == "persistent",
-)
+options = {
+    "generator": torch.Generator().manual_seed(0) if sys.argv[1] == "seeded" else None,
+    "persistent_workers": sys.argv[2] == "persistent",
+}
+loader = torch.utils.data.DataLoader(Numbers(), 8, shuffle=True, num_workers=2, **options)
+in_order = list(range(50))
 for _epoch in range(2):
-    found = [
-        strategy.gather(batch, 0) for batch in strategy.experimental_distribute_dataset(loader)
-    ]
-    numbers = np.concatenate([x for x, _ in found])
-    workers = np.concatenate([worker for _, worker in found])
-    print(
-        len(found),
-        sorted(numbers) == list(range(50)),
-        list(numbers) == list(range(50)),
-        set(workers.tolist()),
-    )
+    dataset = strategy.experimental_distribute_dataset(loader)
+    found = [strategy.gather(batch, 0) for batch in dataset]
+    numbers, workers = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    print(len(found), sorted(numbers) == in_order, list(numbers) == in_order, {*workers.tolist()})
