@@ -76,53 +76,6 @@ CLOSED = r"exited without shutting down \(os\._exit, a signal, or out of memory\
 CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 LEFT = "left the program before the others"
 
-# Where a program may hang or fail in the midst of the library's calls, and what the others wait in.
-PLACES = {
-    "a replica function": (
-        """
-        def step():
-            if last: {}
-            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
-        strategy.run(step)
-        """,
-        r"ReplicaContext\.all_reduce",
-        "step",
-    ),
-    "the function of merge_call": (
-        """
-        def merge(strategy, value):
-            if last: {}
-            return strategy.reduce("SUM", value, None)
-        strategy.run(lambda: hs.get_replica_context().merge_call(merge, (np.ones(3),)))
-        """,
-        r"Strategy\.reduce",
-        "merge",
-    ),
-    "the function of an update": (
-        """
-        with strategy.scope(): v = hs.Variable(np.zeros(3))
-        def update(v):
-            if last: {}
-            v.assign(np.ones(3))
-        strategy.extended.update(v, update)
-        """,
-        r"Variable\.assign of 'Variable' ",
-        "update",
-    ),
-    "a dataset": (
-        """
-        def rows():
-            for i in range(100):
-                if i == 50 and last: {}
-                yield np.float32(i)
-        dataset = hs.data.Dataset.from_generator(rows).batch(6)
-        for batch in strategy.experimental_distribute_dataset(dataset): pass
-        """,
-        ".*",
-        "<module>",
-    ),
-}
-
 
 def stalled(program, waiting, missing, limits=(0.4, 1.2), **others):
     """A fault after which some ranks wait for another: first comes a report, later the end."""

@@ -1,8 +1,5 @@
 """Starts programs: each with a time limit, and what they leave behind is found.
 
-result = Job("training.py", 3, "--steps", 40, folder=tmp_path).run()
-assert (result.status, result.err, result.leftovers) == (0, "", [])
-
 job = Job("training.py", 3, folder=tmp_path, launcher="run", namespaces=True).start()
 job.wait_for("step-4")
 job.signal(job.rank(1), "SIGKILL")
@@ -25,9 +22,10 @@ from dataclasses import dataclass
 
 import pytest
 import simulated_gpu
-from processes import Processes, children, parent, runs
+from processes import Processes, parent
 
 _HERE = pathlib.Path(__file__).parent
+_FIRST = [sys.executable, "-I", "-S", str(_HERE / "first_process.py")]
 _OF_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
 _RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
@@ -55,47 +53,26 @@ def mpirun():
     return ["mpirun", "--oversubscribe", *["--allow-run-as-root"] * (os.geteuid() == 0)]
 
 
-def _unshare():
-    """The command that makes namespaces, with rights that the user may have only in a namespace."""
-    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    return words if os.geteuid() == 0 else [*words, "--map-root-user"]
-
-
 @functools.cache
-def why_no_namespaces():
-    """Why none can be made here; empty if they can."""
-    if shutil.which("unshare") is None:
-        return "there is no unshare here"
-    command = [*_unshare(), "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"no namespaces can be made here: {result.stderr.strip()}" if result.returncode else ""
+def _unshare():
+    """The command that makes namespaces; the test is skipped where none can be made."""
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid():
+        words.append("--map-root-user")  # who has the rights only in the namespaces
+    mount = "mount -t tmpfs tmpfs /dev/shm".split()
+    if not shutil.which("unshare") or subprocess.run([*words, *mount], check=False).returncode:
+        pytest.skip("no namespaces can be made here")
+    return words
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a job.
-
-    Attributes:
-        status: the exit status of what was started; 128 + n if signal n ended it.
-        out: what all ranks printed.
-        err: what all ranks printed on standard error.
-        leftovers: processes of the job that still exist, and files in shared memory; in namespaces
-            also temporary files.
-    """
+    """What became of a job: status 128 + n if signal n ended it; processes and files that it left."""
 
     status: int
     out: str
     err: str
     leftovers: list[str]
-
-    def tagged(self, rank):
-        """The lines of standard error that carry the rank's tag, without the tag."""
-        return re.findall(rf"^\[rank {rank}\] (.*)$", self.err, re.MULTILINE)
-
-    @property
-    def said(self):
-        """The lines of standard error that are hpcstrat's own."""
-        return [line for line in self.err.splitlines() if re.match(r"\S.*hpcstrat|hpcstrat", line)]
 
     @property
     def restarts(self):
@@ -118,9 +95,7 @@ class Job:
         wrap: words before the whole command.
         gpus: whether it sees the host's GPUs, or simulated ones under HPCSTRAT_TEST_GPU=simulated.
         stdin: a text, or a file.
-        namespaces: whether it has its own processes, mounts, `/dev/shm`, home and temporary folder;
-            where that cannot be, the test is skipped.
-        shm: the size of its own `/dev/shm`.
+        namespaces: whether it has its own processes, mounts, `/dev/shm`, home and temporary folder.
         before: shell commands that run in the namespaces first.
         leaves: prefixes of what may be left.
     """
@@ -138,20 +113,17 @@ class Job:
         gpus=False,
         stdin=subprocess.DEVNULL,
         namespaces=False,
-        shm="1g",
         before="",
         leaves=(),
     ):
-        if namespaces and why_no_namespaces():
-            pytest.skip(why_no_namespaces())
         self.folder = folder
-        self._namespaces = [shm, before] if namespaces else []
+        self._unshare = [*_unshare(), *_FIRST] if namespaces else []
+        self._before = before
         self._leaves = tuple(leaves)
         self._stdin = stdin
         self._processes = Processes()
         command = self._command(program, ranks, launcher, options, arguments)
-        self._words = [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in command]
-        self._words = [*wrap, *self._words]
+        self._words = [*wrap, *map(str, command)]
         self._env = self._environment(gpus, env or {})
 
     def _command(self, program, ranks, launcher, options, arguments):
@@ -160,10 +132,9 @@ class Job:
         if isinstance(program, str) and re.fullmatch(r"\w+\.py", program):
             program = _HERE / "programs" / program
         elif isinstance(program, str):
-            number = len(list(self.folder.glob("program_*.py")))
-            path = self.folder / f"program_{number}.py"
-            path.write_text(textwrap.dedent(program))
-            program = path
+            source, number = program, len(list(self.folder.glob("program_*.py")))
+            program = self.folder / f"program_{number}.py"
+            program.write_text(textwrap.dedent(source))
         if ranks is None:
             return [sys.executable, program, *arguments]
         if launcher == "run":
@@ -176,18 +147,16 @@ class Job:
         own = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         if gpus and simulated_gpu.is_wanted():
             own = simulated_gpu.environment()
-        paths = [
-            own.get("PYTHONPATH") or os.environ.get("PYTHONPATH"),
-            os.fspath(_HERE / "programs"),
-        ]
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for what programs have in common
+        path = own.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        # For what programs have in common.
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, [path, f"{_HERE}/programs"]))
         if not shutil.which((os.environ.get("CC") or "cc").split()[0]):  # which programs would say
             own["HPCSTRAT_COMPILE"] = "0"
         if is_open_mpi():
             # It names a folder in /tmp by its process id, and does not start where a killed job
             # with that id has left one.
             own["PRTE_MCA_prte_tmpdir_base"] = os.fspath(self.folder)
-        if self._namespaces:
+        if self._unshare:
             for name, variable in (("home", "HOME"), ("tmp", "TMPDIR")):
                 (self.folder / name).mkdir(exist_ok=True)
                 own[variable] = os.fspath(self.folder / name)
@@ -208,11 +177,10 @@ class Job:
 
     def start(self):
         command, told, tell = self._words, None, -1
-        if self._namespaces:
+        if self._unshare:
             told, tell = os.pipe()
-            first = [sys.executable, "-I", "-S", os.fspath(_HERE / "first_process.py")]
             mark = "=".join(self._processes.mark)
-            command = [*_unshare(), *first, str(tell), *self._namespaces, mark, *command]
+            command = [*self._unshare, str(tell), self._before, mark, *command]
         with contextlib.ExitStack() as opened:
             # Not pipes, which would be full before a reader comes.
             paths = [self.folder / name for name in ("stdout", "stderr")]
@@ -229,7 +197,7 @@ class Job:
                 env=self._env,
                 cwd=self.folder,
                 start_new_session=True,
-                pass_fds=[tell] if self._namespaces else [],
+                pass_fds=[tell] if self._unshare else [],
             )
         # Readable at the end. A wait with a limit would look only every 50 ms.
         self._end = os.pidfd_open(self._process.pid) if told is None else told
@@ -260,9 +228,6 @@ class Job:
         """Waits until the program has made these files in its folder."""
         self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"{names}")
 
-    def wait_for_death(self, process):
-        self.wait_until(lambda: not runs(process), f"the end of process {process}")
-
     def pause(self, seconds):
         """Lets it run for that long, or to its end."""
         self._has_ended(seconds)
@@ -279,7 +244,7 @@ class Job:
 
     def launcher(self):
         """The process that was started, in the namespaces if there are any."""
-        if not self._namespaces:
+        if not self._unshare:
             return self._process.pid
 
         def find():
@@ -322,17 +287,18 @@ class Job:
 
     def _leftovers(self):
         folders = []
-        if self._namespaces:
-            (first,) = children(self._process.pid)
+        if self._unshare:
+            pid = self._process.pid
+            first = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
             folders = [f"/proc/{first}/root/dev/shm", self.folder / "tmp"]
         left = self._processes.leftovers(folders)
-        return [one for one in left if not self._leaves or not one.startswith(self._leaves)]
+        return [one for one in left if not one.startswith(self._leaves)]
 
     def _has_ended(self, seconds):
         return bool(select.select([self._end], [], [], seconds)[0])
 
     def _status(self):
-        if self._namespaces:
+        if self._unshare:
             told = os.read(self._end, 10)
             status = int(told) if told else None
         else:
@@ -341,20 +307,12 @@ class Job:
 
 
 class Launch:
-    """`launch(program, ranks, *arguments, ...)` runs a job in the test's folder.
-
-    Attributes:
-        folder: the test's.
-        open_mpi: whether the installed MPI is Open MPI.
-        mpirun: the words that start it.
-        version: what it says of itself.
-    """
+    """`launch(program, ranks, *arguments, ...)` runs a job in the test's folder."""
 
     def __init__(self, folder):
         self.folder = folder
         self.open_mpi = is_open_mpi()
         self.mpirun = mpirun()
-        self.version = version()
         self._started = []
 
     def __call__(self, program, ranks=None, *arguments, timeout=_SECONDS, **options):

@@ -13,11 +13,7 @@ _LOOK_SECONDS = 0.02
 
 
 class Processes:
-    """The processes whose environment has a mark, and the files in shared memory that they map.
-
-    Attributes:
-        mark: the variable's name and value.
-    """
+    """The processes whose environment has a mark, and the files in shared memory that they map."""
 
     def __init__(self):
         self.mark = (_NAME, uuid.uuid4().hex)
@@ -51,12 +47,7 @@ class Processes:
             self._files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
 
     def leftovers(self, folders):
-        """What is left after some seconds in which they end and remove their files.
-
-        Args:
-            folders: their own, which should be empty; if there are none, /dev/shm is shared with
-                others.
-        """
+        """What is left, also in their own folders, after some seconds in which they may end."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while (running := self.running()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
@@ -71,10 +62,6 @@ class Processes:
 def parent(process):
     fields = _fields(process)
     return int(fields[1]) if fields else 0
-
-
-def children(process):
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == process]
 
 
 def runs(process):

@@ -44,7 +44,7 @@ def starts(folder):
 
 
 @pytest.mark.parametrize(
-    "ranks, hosts", [(2, 1), *(pytest.param(*c, marks=slow) for c in [(None, 1), (4, 2), (4, 3)])]
+    "ranks, hosts", [(2, 1), *(pytest.param(*c, marks=slow) for c in [(None, 1), (4, 3)])]
 )
 def test_one_rank_compiles_for_its_host(launch, tmp_path, ranks, hosts):
     """Unless that is forbidden: NumPy returns the same bits, and no compiler is started."""
@@ -124,7 +124,6 @@ READ_ONLY = """
     cd "$PWD"
 """
 MOUNTS = {
-    "full": "mount -t tmpfs -o size=4k tmpfs $TMPDIR",
     "executes nothing": "mount -t tmpfs -o noexec tmpfs $TMPDIR",
     "read only, as all others": READ_ONLY,
 }
@@ -141,10 +140,9 @@ def test_a_temporary_folder_that_holds_no_library_costs_one_line(launch, folder)
 
 
 @slow
-@pytest.mark.parametrize("path", ["/nonexistent", "stdout"])
-def test_a_temporary_folder_that_is_none_is_not_used(launch, path):
+def test_a_temporary_folder_that_is_none_is_not_used(launch):
     """Python's `tempfile` takes another."""
-    result = launch(PROGRAM, 2, namespaces=True, env={"TMPDIR": path})
+    result = launch(PROGRAM, 2, namespaces=True, env={"TMPDIR": "/nonexistent"})
     assert (result.status, result.err) == (0, "") and result.out
 
 
@@ -159,9 +157,7 @@ def test_a_compiler_that_hangs_costs_its_limit_once(launch, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize(
-    "victim, seconds", [("launcher", 0.5), ("launcher", 1000), (0, 0.5), (1, 1000)], ids=str
-)
+@pytest.mark.parametrize("victim, seconds", [("launcher", 1000), (0, 0.5), (1, 1000)], ids=str)
 def test_a_job_that_is_killed_while_it_compiles_leaves_nothing_running(
     launch, tmp_path, victim, seconds
 ):
@@ -221,14 +217,13 @@ hs.on_lead(lambda: print(digest.hexdigest()))
 """
 
 
-@pytest.mark.parametrize(
-    "flags", ["", *(pytest.param(f, marks=slow) for f in ("-ffast-math", "-O0", "-fno-such-flag"))]
-)
+@slow
+@pytest.mark.parametrize("flags", ["-O0", "-ffast-math"])
 def test_compiled_updates_have_numpys_bits_or_are_not_used(launch, tmp_path, flags):
     """For numbers of each kind, and infinities; also under compilers that add their own flags."""
     env, found = compiler(tmp_path, flags=flags), []
     for on in (1, 0):
-        result = launch(BITS, 3 if flags == "-O0" else 2, env=env | {"HPCSTRAT_COMPILE": on})
+        result = launch(BITS, 3, env=env | {"HPCSTRAT_COMPILE": on})
         assert result.status == 0
         assert len(result.err.splitlines()) == (flags.startswith("-f") and on)
         found.append(result.out)

@@ -4,6 +4,7 @@ import re
 import sys
 
 import pytest
+from job import version
 from trained import last_line, weight
 
 slow = pytest.mark.slow
@@ -18,7 +19,7 @@ ERRORS_OF_EACH += ["Current thread"]
     "ranks, env",
     [
         (2, {}),
-        *(pytest.param(ranks, {}, marks=slow) for ranks in (None, 1, 3)),
+        pytest.param(None, {}, marks=slow),
         pytest.param(3, {"HPCSTRAT_OUTPUT": "all", "HPCSTRAT_STDERR": "all"}, marks=slow),
         pytest.param(3, {"HPCSTRAT_OUTPUT": "lead"}, marks=slow),
     ],
@@ -36,7 +37,7 @@ def test_what_shows_once_and_what_of_each_rank(launch, ranks, env):
         for line in [f"replica {rank}", *(f"rank {rank} line {k} {100 * 'x'}" for k in range(300))]
     ]
     lines = result.out.splitlines()
-    if "Open MPI) 4" not in launch.version:  # whose mpirun cuts what comes at once every 4 KiB
+    if "Open MPI) 4" not in version():  # whose mpirun cuts what comes at once every 4 KiB
         assert sorted(lines) == sorted(ONCE * (count if shown == "all" else 1) + inside)
     if shown != "all":
         assert [line for line in lines if line in ONCE] == ONCE
@@ -50,26 +51,23 @@ def test_what_shows_once_and_what_of_each_rank(launch, ranks, env):
 
 
 SETTINGS = [("HPCSTRAT_OUTPUT", "rank0"), ("HPCSTRAT_STDERR", "lead"), ("HPCSTRAT_CHECK", "\u0661")]
-SETTINGS += [("HPCSTRAT_STALL_SECONDS", value) for value in ("x", "nan", "0x10", 5000 * "9")]
-SETTINGS += [("HPCSTRAT_TIMEOUT_SECONDS", value) for value in (" ", "1 2", "-inf", "0")]
+SETTINGS += [("HPCSTRAT_STALL_SECONDS", value) for value in ("nan", 5000 * "9")]
+SETTINGS += [("HPCSTRAT_TIMEOUT_SECONDS", value) for value in (" ", "-inf")]
 
 
 @slow
-def test_odd_settings_are_named_or_do_no_harm(launch):
-    for name, value in SETTINGS:
-        result = launch("training.py", 2, env={name: value})
-        if result.status:
-            assert name in result.err and len(result.err) < 4000
-        else:
-            assert name.endswith("SECONDS") and last_line(result) == weight(2)
-        for path in launch.folder.glob("*"):
-            path.unlink()
+@pytest.mark.parametrize("name, value", SETTINGS)
+def test_odd_settings_are_named_or_do_no_harm(launch, name, value):
+    result = launch("training.py", 2, env={name: value})
+    if result.status:
+        assert name in result.err and len(result.err) < 4000
+    else:
+        assert name.endswith("SECONDS") and last_line(result) == weight(2)
 
 
 FAILURES = {
     "exception": "raise ValueError('the cause')",
     "thread": "import threading, time; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(50)",
-    "exit": "sys.exit(3)",
     "text": "sys.exit('the cause')",
     "os._exit": "os._exit(3)",
 }
@@ -80,9 +78,10 @@ FAILURES = {
 @pytest.mark.parametrize(
     "moment, end",
     [
-        ("early", "exception"),
+        pytest.param("early", "exception", marks=slow),
         ("connected", "text"),
-        *(pytest.param("connected", end, marks=slow) for end in FAILURES if end != "text"),
+        pytest.param("connected", "thread", marks=slow),
+        pytest.param("connected", "os._exit", marks=slow),
     ],
 )
 def test_what_explains_a_failure_is_shown(launch, moment, end):
@@ -104,8 +103,7 @@ def test_what_explains_a_failure_is_shown(launch, moment, end):
     assert ("ZeroDivisionError" in result.err) == (end == "thread")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
-def test_an_error_of_all_ranks_is_said_once(launch, ranks):
+def test_an_error_of_all_ranks_is_said_once(launch):
     # Open MPI's launcher kills all when it sees that one has left; MPICH's waits for all.
     program = f"""
     import argparse, time
@@ -116,7 +114,7 @@ def test_an_error_of_all_ranks_is_said_once(launch, ranks):
         time.sleep(0.2)
     argparse.ArgumentParser().parse_args(["--wrong"])
     """
-    result = launch(program, ranks)
+    result = launch(program, 2)
     assert result.status != 0
     assert result.err.count("unrecognized arguments: --wrong") == 1
 
@@ -146,7 +144,6 @@ def computed(launch, result):
     [
         ("stderr=closed stdout=closed stdin=closed", "1e300"),
         pytest.param("stderr=none stdout=none", "inf", marks=slow),
-        pytest.param("stdout=closed", "1e10", marks=slow),
     ],
 )
 def test_streams_that_the_program_has_closed(launch, streams, seconds):
@@ -162,10 +159,9 @@ def with_streams(launch, program, how):
     return launch([*launch.mpirun, "-n", 2, *shell])
 
 
-@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", pytest.param(">&- 2>&-", marks=slow)])
-def test_streams_that_are_closed_from_the_begin(launch, closed):
+def test_streams_that_are_closed_from_the_begin(launch):
     """As daemons have them."""
-    assert computed(launch, with_streams(launch, SUM, closed))
+    assert computed(launch, with_streams(launch, SUM, "<&- >&- 2>&-"))
 
 
 @pytest.mark.parametrize("closed", ["2>&-", pytest.param("<&- >&- 2>&-", marks=slow)])
@@ -212,7 +208,7 @@ def test_bytes_of_any_kind_arrive_as_they_are(launch):
     assert sorted(found) == sorted(expected)
 
 
-@pytest.mark.slow
+@slow
 def test_the_users_own_timer_of_tracebacks_stays(launch):
     program = """
     import faulthandler, time
