@@ -23,17 +23,12 @@ class Fault:
     """A job with a fault.
 
     Attributes:
-        program: its lines, after the strategy is made.
-        says: regular expressions; each must match on standard error, or on output, where MPICH's
-            mpirun prints.
-        first: a regular expression for the first line of standard error; it usually shows that the
-            cause comes first.
-        prints: regular expressions; each must match on standard output. If there are none, nothing
-            is printed.
+        program: its lines, after the strategy is made by those of `begin`.
+        says: patterns of standard error, or of output, where MPICH's mpirun prints.
+        first: a pattern of the first line of standard error: the cause usually comes first.
+        prints: patterns of standard output; if there are none, nothing is printed.
         status: the exit status; `None` for any but 0, `ANY` if mpirun may not notice a fault.
         ranks: the number of ranks; the program calls the last one `last`.
-        begin: the program's first lines.
-        env: more variables.
         limits: seconds that the ranks may wait for each other until the report, and until the end.
             Without them, and without a time-out in `env`, the job must end long before any.
         hosts: whether the ranks pose as several hosts.

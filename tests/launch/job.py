@@ -26,10 +26,8 @@ from processes import Processes, parent
 
 _HERE = pathlib.Path(__file__).parent
 _FIRST = [sys.executable, "-I", "-S", str(_HERE / "first_process.py")]
-_OF_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
-_RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_LOOK_SECONDS = 0.1
+_NOT_THE_USERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "PYTEST_")
+_NOT_THE_USERS += ("TORCHELASTIC_", "OMP_NUM_", "OPENBLAS_NUM_", "MKL_NUM_", "BLIS_NUM_")
 _SECONDS = 90  # for a job that hangs, on a machine that does other work too
 
 
@@ -120,6 +118,9 @@ class Job:
         self._unshare = [*_unshare(), *_FIRST] if namespaces else []
         self._before = before
         self._leaves = tuple(leaves)
+        if isinstance(stdin, str):
+            (folder / "stdin").write_text(stdin)
+            wrap, stdin = [*wrap, "sh", "-c", 'exec "$@" <stdin', "sh"], subprocess.DEVNULL
         self._stdin = stdin
         self._processes = Processes()
         command = self._command(program, ranks, launcher, options, arguments)
@@ -153,8 +154,7 @@ class Job:
         if not shutil.which((os.environ.get("CC") or "cc").split()[0]):  # which programs would say
             own["HPCSTRAT_COMPILE"] = "0"
         if is_open_mpi():
-            # It names a folder in /tmp by its process id, and does not start where a killed job
-            # with that id has left one.
+            # Otherwise by its process id in /tmp, where a killed job may have left such a folder.
             own["PRTE_MCA_prte_tmpdir_base"] = os.fspath(self.folder)
         if self._unshare:
             for name, variable in (("home", "HOME"), ("tmp", "TMPDIR")):
@@ -162,17 +162,10 @@ class Job:
                 own[variable] = os.fspath(self.folder / name)
         else:
             own.update([self._processes.mark])
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith((*_OF_LAUNCHERS, "PYTEST_")) and name not in _THREADS
-        }
-        return {
-            name: str(value) for name, value in (kept | own | changes).items() if value is not None
-        }
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_THE_USERS)}
+        return {k: str(v) for k, v in (kept | own | changes).items() if v is not None}
 
     def run(self, timeout=_SECONDS):
-        """Starts it, and waits for its end."""
         return self.start().end(timeout)
 
     def start(self):
@@ -181,17 +174,11 @@ class Job:
             told, tell = os.pipe()
             mark = "=".join(self._processes.mark)
             command = [*self._unshare, str(tell), self._before, mark, *command]
-        with contextlib.ExitStack() as opened:
-            # Not pipes, which would be full before a reader comes.
-            paths = [self.folder / name for name in ("stdout", "stderr")]
-            out, err = (opened.enter_context(open(path, "w")) for path in paths)
-            stdin = self._stdin
-            if isinstance(stdin, str):
-                (self.folder / "stdin").write_text(stdin)
-                stdin = opened.enter_context(open(self.folder / "stdin"))
+        # Not pipes, which would be full before a reader comes.
+        with open(self.folder / "stdout", "w") as out, open(self.folder / "stderr", "w") as err:
             self._process = subprocess.Popen(
                 command,
-                stdin=stdin,
+                stdin=self._stdin,
                 stdout=out,
                 stderr=err,
                 env=self._env,
@@ -217,11 +204,11 @@ class Job:
     def wait_until(self, condition, what="a condition"):
         """Returns the condition's value once it is true; fails if the job ends before."""
         deadline = time.monotonic() + _SECONDS
+        is_over = False
         while not (found := condition()):
-            if self._has_ended(0.02) or time.monotonic() > deadline:
-                if found := condition():
-                    break
+            if is_over:
                 pytest.fail(f"{what} has not come\n{self.out}\n{self.err}")
+            is_over = self._has_ended(0.02) or time.monotonic() > deadline
         return found
 
     def wait_for(self, *names):
@@ -236,8 +223,8 @@ class Job:
         """The process of a rank: the one with its variable whose parent has none."""
 
         def find():
-            found = [self._processes.with_variable(name, number) for name in _RANK_NAMES]
-            of_rank = set().union(*found)
+            names = f"PMI_RANK={number}", f"OMPI_COMM_WORLD_RANK={number}"
+            of_rank = self._processes.with_variable(*names)
             return [process for process in of_rank if parent(process) not in of_rank]
 
         return self.wait_until(find, f"rank {number}")[0]
@@ -254,7 +241,6 @@ class Job:
         return self.wait_until(find, "the command")
 
     def processes(self):
-        """The job's running processes."""
         return self._processes.running()
 
     def signal(self, process, name):
@@ -265,7 +251,7 @@ class Job:
     def end(self, timeout=_SECONDS):
         """Waits for its end, and looks for what it left; kills it after so many seconds, and fails."""
         deadline = time.monotonic() + timeout
-        while not (ended := self._has_ended(_LOOK_SECONDS)) and time.monotonic() < deadline:
+        while not (ended := self._has_ended(0.1)) and time.monotonic() < deadline:
             self._processes.look()
         status = self._status() if ended else None
         leftovers = self._leftovers() if status is not None else []
@@ -276,7 +262,6 @@ class Job:
         return Result(status, self.out, self.err, leftovers)
 
     def kill(self):
-        """Ends what still runs."""
         for process in [*self._processes.all(), self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -298,12 +283,11 @@ class Job:
         return bool(select.select([self._end], [], [], seconds)[0])
 
     def _status(self):
-        if self._unshare:
-            told = os.read(self._end, 10)
-            status = int(told) if told else None
-        else:
-            status = self._process.wait()
-        return status if status is None or status >= 0 else 128 - status
+        told = os.read(self._end, 10) if self._unshare else self._process.wait()
+        if told == b"":
+            return None
+        status = int(told)
+        return status if status >= 0 else 128 - status
 
 
 class Launch:

@@ -9,7 +9,6 @@ from internals import CheckpointFile
 from trained import STEPS, weight
 
 slow = pytest.mark.slow
-CENTRAL, MIRRORED, ONE = "CentralStorageStrategy", "MirroredStrategy", "OneDeviceStrategy"
 
 
 def read(path):
@@ -32,20 +31,13 @@ def well(result):
     return result.out
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "others"),
-    [
-        pytest.param(2, [(MIRRORED, 3), (ONE, None)], id="of 2 ranks on 3 and 1"),
-        pytest.param(4, [(CENTRAL, 1), (CENTRAL, 2), (CENTRAL, 4)], id="of 4 ranks", marks=slow),
-    ],
-)
-def test_any_number_of_ranks_restores(launch, tmp_path, saved_on, others):
+def test_any_number_of_ranks_restores(launch, tmp_path):
     """In the middle of a pass; what it then saves, and the end, are the same."""
     keep = "if step == 10: checkpoint.save('saved'); show()"
-    first = well(launch("training.py", saved_on, "--attack", keep)).splitlines()
+    first = well(launch("training.py", 2, "--attack", keep)).splitlines()
     arrays, facts = read(tmp_path / "saved")
     assert facts["batches"]["taken"] == 24 and facts["optimizers/0"]["iterations"] == 10
-    for name, ranks in others:
+    for name, ranks in [("MirroredStrategy", 3), ("OneDeviceStrategy", None)]:
         shutil.copy(tmp_path / "saved", tmp_path / "again")
         resave = ["--path", "again", "--first", "checkpoint.save('resaved'); show()"]
         result = launch("training.py", ranks, "--strategy", name, "--every", 1000, *resave)
@@ -53,12 +45,9 @@ def test_any_number_of_ranks_restores(launch, tmp_path, saved_on, others):
         assert at.split()[:3] == first[0].split()[:3]
         assert learned(at)[1:] == learned(first[0])[1:]
         again_arrays, again_facts = read(tmp_path / "resaved")
-        loss, again_loss = arrays["loss"], again_arrays.pop("loss")
         assert again_facts == facts
-        assert again_arrays | {"loss": loss} == arrays
-        assert exact == weight(ranks or 1, before=[saved_on] * 10)
-        if ranks == saved_on:
-            assert again_loss == loss and end == first[1]
+        assert again_arrays | {"loss": arrays["loss"]} == arrays  # summed in another order
+        assert exact == weight(ranks or 1, before=[2] * 10)
         for found, expected in zip(learned(end), learned(first[1]), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-9)
 
@@ -207,12 +196,11 @@ DIES = """
 """
 # In `all_values` the values of ON_READ variables are gathered.
 MOMENTS = [(3, 2, "all_values", True), (3, 0, "pwrite", False), (3, 0, "replace", True)]
+MOMENTS += [(2, 1, "all_values", False)]
 
 
-@pytest.mark.parametrize(
-    "ranks, victim, moment, blocking",
-    [(2, 1, "all_values", False), *(pytest.param(*moment, marks=slow) for moment in MOMENTS)],
-)
+@slow
+@pytest.mark.parametrize("ranks, victim, moment, blocking", MOMENTS)
 def test_a_rank_that_is_killed_at_a_moment_of_saving(
     launch, tmp_path, ranks, victim, moment, blocking
 ):
@@ -253,7 +241,8 @@ MEMORY = """
 """
 
 
-@pytest.mark.parametrize("name", [MIRRORED, pytest.param(CENTRAL, marks=slow)])
+@slow
+@pytest.mark.parametrize("name", ["MirroredStrategy", "CentralStorageStrategy"])
 def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
     assert well(launch(MEMORY, 2, name, tmp_path / "saved")) == ""
 

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import random
 import re
 import shutil
 import sys
@@ -74,14 +73,3 @@ def test_a_link_that_is_cut_for_some_seconds(on_two_hosts):
     cut = in_step(13, f"{PLUG} down; sleep 4; {PLUG} up")
     result = on_two_hosts(*cut, *LARGE, env=env)
     assert (result.status, last_line(result)) == (0, weight(2))
-
-
-def test_a_link_that_fails_now_and_then(on_two_hosts):
-    """At random moments, but not while MPI starts: it gives up at once if a host is unreachable."""
-    moments = random.Random(0)
-    times = [(moments.uniform(0.1, 1.0), moments.uniform(0.05, 0.8)) for _ in range(6)]
-    commands = "; ".join(
-        f"sleep {up:.2f}; {PLUG} down; sleep {down:.2f}; {PLUG} up" for up, down in times
-    )
-    result = on_two_hosts(*in_step(1, commands), "--step-seconds", 0.05, env=PATIENT)
-    came_to_its_end(result, ranks=2)

@@ -1,4 +1,4 @@
-"""What one replica gets wrong, steps of any kind, and a long run."""
+"""Errors of any kind, steps of any kind, and a long run."""
 
 import pathlib
 import re
@@ -9,17 +9,9 @@ slow = pytest.mark.slow
 SOAK = pathlib.Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
-@pytest.mark.parametrize(
-    "ranks, words",
-    [
-        (3, ["wrong_calls.py"]),
-        pytest.param(2, ["odd_exceptions.py"], marks=slow),
-        pytest.param(2, ["odd_exceptions.py", 2], marks=slow),
-    ],
-    ids=str,
-)
-def test_what_one_rank_gets_wrong_all_ranks_raise(launch, ranks, words):
-    result = launch(words[0], ranks, *words[1:])
+@slow
+def test_whatever_a_function_raises_on_one_rank_all_ranks_raise(launch):
+    result = launch("odd_exceptions.py", 2)
     assert (result.status, result.out) == (0, "all raised\n")
 
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from job import version
-from trained import last_line, weight
 
 slow = pytest.mark.slow
 ONCE = ["first", "cross-replica context"]
@@ -48,21 +47,6 @@ def test_what_shows_once_and_what_of_each_rank(launch, ranks, env):
     assert of_replicas == (1 if shown == "lead" else count) and set(others) == {count}
     for rank in range(count):
         assert f"OSError: disk {rank} is full\n" in result.err
-
-
-SETTINGS = [("HPCSTRAT_OUTPUT", "rank0"), ("HPCSTRAT_STDERR", "lead"), ("HPCSTRAT_CHECK", "\u0661")]
-SETTINGS += [("HPCSTRAT_STALL_SECONDS", value) for value in ("nan", 5000 * "9")]
-SETTINGS += [("HPCSTRAT_TIMEOUT_SECONDS", value) for value in (" ", "-inf")]
-
-
-@slow
-@pytest.mark.parametrize("name, value", SETTINGS)
-def test_odd_settings_are_named_or_do_no_harm(launch, name, value):
-    result = launch("training.py", 2, env={name: value})
-    if result.status:
-        assert name in result.err and len(result.err) < 4000
-    else:
-        assert name.endswith("SECONDS") and last_line(result) == weight(2)
 
 
 FAILURES = {
@@ -171,41 +155,6 @@ def test_an_error_where_streams_are_closed_from_the_begin(launch, closed):
     result = with_streams(launch, program, closed)
     assert result.status != 0 and result.leftovers == []
     assert ("[rank 1] ValueError: the cause" in result.out) == (closed == "2>&-")
-
-
-@slow
-@pytest.mark.parametrize("closed", [">&- 2>&-", ">/dev/full"])
-def test_a_training_does_not_need_its_output(launch, closed):
-    result = launch("training.py", wrap=["sh", "-c", f'exec "$@" {closed}', "sh"])
-    assert (launch.folder / "step-40").exists()
-    assert result.status == 0 or "full" in closed
-
-
-BYTES = """
-    import os, subprocess, sys
-    import numpy as np
-    import hpcstrat as hs
-
-    hs.barrier()
-    parts = np.random.default_rng(0).bytes(1 << 18), b"\\x1b[2J\\r\\0", "é€\\n".encode()
-    for turn in range(hs.size()):
-        if hs.rank() == turn:
-            os.write(1, parts[0])
-            os.write(os.dup(1), parts[1])
-            subprocess.run(["cat"], input=parts[2], check=True)
-        hs.barrier()
-    if hs.rank() == 0:
-        with open("expected", "wb") as file:
-            file.write(hs.size() * b"".join(parts))
-"""
-
-
-def test_bytes_of_any_kind_arrive_as_they_are(launch):
-    """From Python, from C, from a child, through a copy of the descriptor, and in pieces."""
-    assert launch(BYTES, 2, launcher="run").status == 0
-    # mpirun mixes what two ranks print at nearly the same time.
-    found, expected = ((launch.folder / name).read_bytes() for name in ("stdout", "expected"))
-    assert sorted(found) == sorted(expected)
 
 
 @slow

@@ -47,44 +47,10 @@ def test_the_status_is_the_ranks(launch):
     assert result.status == 7 and "said\n" in result.out
 
 
-def test_options_of_mpiexec(launch):
-    option = "--output tag" if launch.open_mpi else "-prepend-rank"
-    result = launch(RANKS, 2, launcher="run", options=["--mpiexec", f"mpiexec {option}"])
-    mark = r"\[1,{0}\]<stdout>: " if launch.open_mpi else r"\[{0}\] "
-    lines = sorted(result.out.splitlines())
-    assert result.status == 0 and len(lines) == 2
-    for rank, line in enumerate(lines):
-        assert re.fullmatch(rf"{mark.format(rank)}{rank} of 2 \[\]", line)
-
-
 def test_no_two_launchers(launch):
-    command = [*RUN, "-n", 2, "x.py"]
-    by_mpirun = launch([*launch.mpirun, "-n", 2, *command])
-    torchrun = launch(command, env={"TORCHELASTIC_RUN_ID": "none"})
-    for result in (by_mpirun, torchrun):
-        assert (result.status, result.out) == (2, "")
-        assert "a launcher has started this process" in result.err
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["on the PATH", "named"])
-def test_the_mpiexec_of_another_mpi(launch, named):
-    """It is passed over if another fits, and refused where it is named."""
-    (launch.folder / "other").mkdir()
-    other = launch.folder / "other/mpiexec"
-    says = "HYDRA build details:\n    Version: 5.0.0"
-    says = says if launch.open_mpi else "mpiexec (Open MPI) 5.0.8"
-    other.write_text(f"#!/bin/sh\necho '{says}'\n")
-    other.chmod(0o755)
-    option = ["--mpiexec", f"{other} -x"] if named else []
-    path = f"{other.parent}:{os.environ['PATH']}"
-    result = launch(RANKS, 2, launcher="run", options=option, env={"PATH": path})
-    if not named:
-        assert (result.status, len(result.out.splitlines()), result.err) == (0, 2, "")
-        return
-    own, foreign = ("Open MPI", "MPICH") if launch.open_mpi else ("MPICH", "Open MPI")
+    result = launch([*RUN, "-n", 2, "x.py"], env={"TORCHELASTIC_RUN_ID": "none"})
     assert (result.status, result.out) == (2, "")
-    said = rf"mpi4py loads {own} [\d.]+, but {other} -x is that of {foreign}\. "
-    assert re.search(said, result.err)
+    assert "a launcher has started this process" in result.err
 
 
 WRONG = [
@@ -188,8 +154,7 @@ def test_when_the_launcher_is_killed_the_ranks_end(launch, mpi):
 
 
 @slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch, name):
+def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch):
     program = """
         import os, pathlib, time
         os.write(1, 4_000_000 * b"x")
@@ -198,7 +163,7 @@ def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch, name):
     """
     job = launch.start(program, 1, launcher="run", options=["--restarts", 3], namespaces=True)
     job.wait_for("ready")
-    job.signal(job.launcher(), name)
+    job.signal(job.launcher(), "SIGHUP")
     result = job.end()
     assert result.status != 0 and result.out.startswith("xxx")
     assert (result.restarts, result.leftovers) == ([], [])
