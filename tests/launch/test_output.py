@@ -123,12 +123,10 @@ def computed(launch, result):
     return (result.status, result.err, result.leftovers, totals) == (0, "", [], ["3", "3"])
 
 
+@slow
 @pytest.mark.parametrize(
     "streams, seconds",
-    [
-        ("stderr=closed stdout=closed stdin=closed", "1e300"),
-        pytest.param("stderr=none stdout=none", "inf", marks=slow),
-    ],
+    [("stderr=closed stdout=closed stdin=closed", "1e300"), ("stderr=none stdout=none", "inf")],
 )
 def test_streams_that_the_program_has_closed(launch, streams, seconds):
     """With a time-out of any size."""

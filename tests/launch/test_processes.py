@@ -119,14 +119,11 @@ def test_a_step_pages_nothing_in_anew(launch, keep):
     assert max(faults) < 100 if keep == "1" else max(faults) > 1000
 
 
+@slow
 @needs_glibc
 @pytest.mark.parametrize(
     "users",
-    [
-        {},
-        pytest.param({"MALLOC_TOP_PAD_": "131072"}, marks=slow),
-        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"}, marks=slow),
-    ],
+    [{}, {"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"}],
     ids=str,
 )
 def test_freed_memory_is_kept_up_to_the_bound_or_as_the_user_sets_it(launch, users):

@@ -9,6 +9,8 @@ import pytest
 from processes import runs
 from trained import last_line, weight
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["SIGKILL", "exit", "SIGABRT", "SIGUSR1"]
 # The job, as docs/resilience.md has it.
 JOB = 'path=$1; shift; trap \'rm -f "$path"*\' EXIT; "$@"'
@@ -25,9 +27,8 @@ def draw(random, ranks, how):
 @pytest.mark.parametrize(
     ("ranks", "every", "size", "kills"),
     [
-        pytest.param(2, 2, 1 << 12, 1, id="of one kind"),
-        pytest.param(2, 2, 1 << 12, 4, id="of each kind", marks=pytest.mark.slow),
-        pytest.param(3, 1, 1 << 18, 10, id="in saves", marks=pytest.mark.slow),
+        pytest.param(2, 2, 1 << 12, 4, id="of each kind"),
+        pytest.param(3, 1, 1 << 18, 10, id="in saves"),
     ],
 )
 @pytest.mark.timeout(600)
@@ -86,7 +87,6 @@ def went_on(launch, attack, *options, ranks=2, momentum=0.0):
     return result
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_slots_of_a_rank_that_dies_are_found_again(launch, ranks):
     kill = "rank == last: os.kill(os.getpid(), signal.SIGKILL)"
@@ -95,7 +95,6 @@ def test_slots_of_a_rank_that_dies_are_found_again(launch, ranks):
     went_on(launch, kill, *options, ranks=ranks, momentum=0.5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "attack, said",
     [
@@ -112,7 +111,6 @@ def test_a_rank_that_dies_or_leaves_the_others(launch, attack, said):
     assert said in went_on(launch, attack).err
 
 
-@pytest.mark.slow
 def test_a_rain_of_signals(launch):
     """At random moments, also while MPI starts."""
     random = Random(3)

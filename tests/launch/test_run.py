@@ -27,7 +27,7 @@ RANKS = """
 
 @pytest.mark.parametrize(
     "ranks, option",
-    [(3, ""), *(pytest.param(*case, marks=slow) for case in [(1, "-c"), (2, "-m")])],
+    [(2, ""), *(pytest.param(*case, marks=slow) for case in [(1, "-c"), (3, "-m")])],
 )
 def test_ranks_and_their_arguments(launch, ranks, option):
     """They reach the program as they are, and nothing else."""
@@ -88,11 +88,17 @@ def test_the_entry_point():
     assert re.fullmatch(r"hpcstrat \d+\.\d+\.\d+\n", result.stdout)
 
 
-def test_no_more_restarts_than_allowed(launch):
-    program = "import sys; print('x', file=open('starts', 'a')); sys.exit(9)"
-    result = launch(program, 1, launcher="run", options=["--restarts", 1])
-    assert (result.status, len(result.restarts)) == (9, 1)
-    assert (launch.folder / "starts").read_text() == 2 * "x\n"
+@pytest.mark.parametrize("allowed, failing", [(1, 2), (3, 1)])
+def test_as_many_restarts_as_needed_and_allowed(launch, allowed, failing):
+    program = f"""
+        import pathlib, sys
+        number = len(list(pathlib.Path().glob("start-*")))
+        pathlib.Path(f"start-{{number}}").touch()
+        sys.exit(9 * (number < {failing}))
+    """
+    result = launch(program, 1, launcher="run", options=["--restarts", allowed])
+    assert (result.status, len(result.restarts)) == (9 if failing > allowed else 0, 1)
+    assert len(list(launch.folder.glob("start-*"))) == 2
 
 
 # ---- signals

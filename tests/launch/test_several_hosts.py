@@ -55,7 +55,7 @@ def test_updates_as_on_one_host(launch, shape):
     assert len(found) == len(hosts) and found[0] and all(one == found[0] for one in found)
 
 
-@on_hosts("1 + 2 + 1", "2 + 1 + 1", "2 + 2 + 2")
+@on_hosts("1 + 2", "1 + 2 + 1", "2 + 2 + 2")
 def test_reductions(launch, shape):
     """Of all dtypes, in short messages and large ones: near the exact values, the same bits on all ranks."""
     found, hosts = run(
@@ -212,7 +212,7 @@ def test_each_host_resumes_its_own_pipeline(launch, shape):
     batches = make()
     both = rows_of(batches), rows_of(batches)
     found = []
-    for taken in (None, *range(len(both[0]) + 1)):
+    for taken in (None, 0, 2, len(both[0]) - 1, len(both[0])):
         batches = make()
         iterator = None if taken is None else iter(batches)
         before = rows_of(next(iterator) for _ in range(taken or 0))
