@@ -61,7 +61,7 @@ def test_a_link_or_host_that_is_lost(on_two_hosts, commands, options):
     """The report names the ranks of the missing host, and the call of the others."""
     result = on_two_hosts(*in_step(13, commands), *options, ranks=3, env=LIMITS)
     assert result.status != 0 and result.out == "" and "Traceback" not in result.err
-    report, *_, end = re.findall(r"^\S*.*hpcstrat: .*", result.err, re.MULTILINE)
+    report, *_, end = re.findall(r"^.*hpcstrat: .*", result.err, re.MULTILINE)
     assert "waiting for each other for 2 s" in report and "the job ends: " in end
     assert re.search(r"rank 0.*: waiting in call \d+, .+ at \S*training\.py:\d+", result.err)
     assert re.search(r"rank 2: not answering for \d+ s", result.err)

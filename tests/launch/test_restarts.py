@@ -10,7 +10,6 @@ from processes import runs
 from trained import last_line, weight
 
 pytestmark = pytest.mark.slow
-
 KINDS = ["SIGKILL", "exit", "SIGABRT", "SIGUSR1"]
 # The job, as docs/resilience.md has it.
 JOB = 'path=$1; shift; trap \'rm -f "$path"*\' EXIT; "$@"'
