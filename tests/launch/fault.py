@@ -23,17 +23,12 @@ class Fault:
     """A job with a fault.
 
     Attributes:
-        program: its lines, after the strategy is made.
-        says: regular expressions; each must match on standard error, or on output, where MPICH's
-            mpirun prints.
-        first: a regular expression for the first line of standard error; it usually shows that the
-            cause comes first.
-        prints: regular expressions; each must match on standard output. If there are none, nothing
-            is printed.
+        program: its lines, after the strategy is made by those of `begin`.
+        says: patterns of standard error, or of output, where MPICH's mpirun prints.
+        first: a pattern of the first line of standard error: the cause usually comes first.
+        prints: patterns of standard output; if there are none, nothing is printed.
         status: the exit status; `None` for any but 0, `ANY` if mpirun may not notice a fault.
         ranks: the number of ranks; the program calls the last one `last`.
-        begin: the program's first lines.
-        env: more variables.
         limits: seconds that the ranks may wait for each other until the report, and until the end.
             Without them, and without a time-out in `env`, the job must end long before any.
         hosts: whether the ranks pose as several hosts.
@@ -75,53 +70,6 @@ CLOSED = r"exited without shutting down \(os\._exit, a signal, or out of memory\
 # What the launcher prints if it notices the end before the watchdog does.
 CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 LEFT = "left the program before the others"
-
-# Where a program may hang or fail in the midst of the library's calls, and what the others wait in.
-PLACES = {
-    "a replica function": (
-        """
-        def step():
-            if last: {}
-            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
-        strategy.run(step)
-        """,
-        r"ReplicaContext\.all_reduce",
-        "step",
-    ),
-    "the function of merge_call": (
-        """
-        def merge(strategy, value):
-            if last: {}
-            return strategy.reduce("SUM", value, None)
-        strategy.run(lambda: hs.get_replica_context().merge_call(merge, (np.ones(3),)))
-        """,
-        r"Strategy\.reduce",
-        "merge",
-    ),
-    "the function of an update": (
-        """
-        with strategy.scope(): v = hs.Variable(np.zeros(3))
-        def update(v):
-            if last: {}
-            v.assign(np.ones(3))
-        strategy.extended.update(v, update)
-        """,
-        r"Variable\.assign of 'Variable' ",
-        "update",
-    ),
-    "a dataset": (
-        """
-        def rows():
-            for i in range(100):
-                if i == 50 and last: {}
-                yield np.float32(i)
-        dataset = hs.data.Dataset.from_generator(rows).batch(6)
-        for batch in strategy.experimental_distribute_dataset(dataset): pass
-        """,
-        ".*",
-        "<module>",
-    ),
-}
 
 
 def stalled(program, waiting, missing, limits=(0.4, 1.2), **others):

@@ -1,6 +1,6 @@
 """The faults that are planted in jobs, by name, and correct programs that look like faults."""
 
-from fault import BEGIN, Fault, harmless
+from fault import Fault, harmless
 from faults_of_broken_calls import BROKEN, CAUGHT, TWICE
 from faults_of_errors import EARLY, ENDS, ERRORS, MISMATCHES
 from faults_of_waiting import STALLS, STARTS
@@ -13,20 +13,6 @@ HARMLESS = {
         status=0,
         ranks=2,
         begin="import runpy, planting\n",
-    ),
-    "two threads that connect": harmless(
-        """
-        from hpcstrat._transports.connection import connect
-        begin, found = threading.Barrier(2), []
-        def make():
-            begin.wait()
-            found.append(connect())
-        threads = [threading.Thread(target=make) for _ in range(2)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-        assert found[0] is found[1]
-        """,
-        begin=BEGIN.replace("strategy = hs.CentralStorageStrategy()\n", ""),
     ),
     "rank 0 ends MPI and leaves, while the other computes": harmless(
         """
@@ -98,7 +84,6 @@ QUICK = [
     "a loop before the first strategy",
     "early: an exception",
     "SIGKILL of rank 0",
-    "sys.exit(3)",
     "an exception in a thread",
     "an exception of all",
     "another call",

@@ -52,8 +52,6 @@ ITERATE = """batches = hs.data.Dataset.range(9).{}
 ITERATING = r"iterating over Strategy\.experimental_distribute_dataset"
 BROKEN = {
     "an update interrupted": broken("'apply'", "apply(numbers)", APPLY),
-    "an update interrupted, mirrored": broken("'apply'", "apply(numbers)", APPLY, MIRRORED),
-    "an update interrupted on all ranks": broken("'apply'", "apply(numbers)", APPLY, of=""),
     "an update interrupted while it waits": broken(
         "'exchange_records'", "apply(numbers)", APPLY, MIRRORED
     ),
@@ -72,10 +70,6 @@ BROKEN = {
         "'_share_slices'",
         "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
         r"Strategy\.reduce",
-    ),
-    "a barrier interrupted": broken("'exchange_records'", "hs.barrier()", "barrier"),
-    "an iteration interrupted": broken(
-        "'_differences'", ITERATE.format("map(lambda x: x).batch(3)"), ITERATING
     ),
     "an iteration interrupted that exchanges nothing": broken(
         "'fetch'", ITERATE.format("batch(3)"), ITERATING
@@ -130,16 +124,6 @@ np.concatenate = concatenate
 """,
         "MemoryError: full",
     ),
-    "caught by one rank: in an update before a write": caught(
-        """
-with strategy.scope(): v = hs.Variable(np.zeros(3))
-def update(v):
-    if last: raise ValueError("only here")
-    v.assign(np.ones(3))
-with contextlib.suppress(ValueError): strategy.extended.update(v, update)
-""",
-        "ValueError: only here",
-    ),
     "caught by one rank: in an update after a write": caught(
         """
 with strategy.scope(): v = hs.Variable(np.zeros(3))
@@ -148,15 +132,6 @@ def update(v):
     if last: raise ValueError("only here")
 def step(): hs.get_replica_context().merge_call(lambda s: s.extended.update(v, update))
 with contextlib.suppress(ValueError): strategy.run(step)
-""",
-        "ValueError: only here",
-    ),
-    "caught by one rank: in an update that writes nothing": caught(
-        """
-with strategy.scope(): v = hs.Variable(np.zeros(3))
-def update(v):
-    if last: raise ValueError("only here")
-with contextlib.suppress(ValueError): strategy.extended.update(v, update)
 """,
         "ValueError: only here",
     ),
@@ -194,20 +169,6 @@ with contextlib.suppress(KeyError): strategy.run(Result)
 }
 
 TWICE = {
-    "two threads at once": Fault(
-        """
-def work(own):
-    for _ in range(100000): strategy.reduce("SUM", strategy.run(lambda: np.full(3, own)), None)
-threads = [threading.Thread(target=work, args=(own,)) for own in (1.0, 10.0)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-print("went on")
-""",
-        [
-            rf"RuntimeError: Strategy\.\w+ was called in the thread '.*', at {HERE}work, while .*: one thread at a time"
-        ],
-        ranks=2,
-    ),
     "two threads at once, and nobody looks": Fault(
         """
 from concurrent.futures import ThreadPoolExecutor

@@ -3,9 +3,7 @@
 from fault import (
     BARRIER,
     BEGIN,
-    BEGIN_ON_HOSTS,
     HERE,
-    PLACES,
     STALLED,
     WAIT,
     Fault,
@@ -49,9 +47,6 @@ STALLS = {
         waits("ranks 1, 2", "barrier"),
         missing("rank 0", "compute"),
     ),
-    "C code that holds Python": silenced(
-        "if last: hold_python()" + WAIT, BARRIER, silent("rank 2")
-    ),
     "C code that holds Python, rank 0": silenced_root("if rank == 0: hold_python()" + WAIT),
     # Its watchdog comes to a word now and then; who reports depends on how often.
     "C code that holds Python again and again, rank 0": Fault(
@@ -62,18 +57,10 @@ STALLS = {
     ),
     "SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2")),
     "SIGSTOP of rank 0": silenced_root("if rank == 0: stop()\nhs.barrier()" + WAIT),
-    "SIGSTOP of rank 0 at the end of an extended time-out": silenced_root(
-        "with hs.extend_timeout(3600): pass\nif rank == 0: stop()" + WAIT
-    ),
     "SIGSTOP in the midst of calls": silenced(
         "for i in range(10**9):\n    if i == 2_000 and last: stop()\n    hs.any_rank(False)",
         waits("ranks 0, 1", "any_rank"),
         silent("rank 2"),
-    ),
-    "one rank skips a call": stalled(
-        "for _ in range(3):\n    if not last: hs.any_rank(False)\nif last: time.sleep(1000)",
-        waits("ranks 0, 1", "any_rank"),
-        missing("rank 2", "<module>"),
     ),
     "ranks that wait for their GPUs, which wait for each other in NCCL": stalled(
         """
@@ -85,12 +72,16 @@ STALLS = {
         waits("ranks 0-2", "barrier", "result"),
         "all ranks must make the same calls",
     ),
-    **{
-        f"an endless loop in {place}": stalled(
-            program.format("loop()"), waits("ranks 0, 1", call, function), missing("rank 2", "loop")
-        )
-        for place, (program, call, function) in PLACES.items()
-    },
+    "an endless loop in a replica function": stalled(
+        """
+        def step():
+            if last: loop()
+            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
+        strategy.run(step)
+        """,
+        waits("ranks 0, 1", r"ReplicaContext\.all_reduce", "step"),
+        missing("rank 2", "loop"),
+    ),
     "an endless loop in a thread of a dataset": stalled(
         """
         def map(x):
@@ -182,18 +173,5 @@ STARTS = {
         "hs.barrier()",
         ["HPCSTRAT_TIMEOUT_SECONDS is 'soon'; it must be a positive number of seconds, or inf"],
         env={"HPCSTRAT_TIMEOUT_SECONDS": "soon"},
-    ),
-    "no such GPU": refused(
-        "", "GPU:0", begin=BEGIN.replace("Strategy()", "Strategy(['GPU:0', 'GPU:1', 'GPU:2'])")
-    ),
-    "one device with mpirun": refused(
-        "hs.OneDeviceStrategy('CPU:0')", "RuntimeError: .*without mpirun|without `mpirun"
-    ),
-    "several hosts for a strategy of one": refused(
-        "hs.CentralStorageStrategy()", "RuntimeError: .*host", begin=BEGIN_ON_HOSTS, hosts=True
-    ),
-    "more memory than there is": refused(
-        "with strategy.scope(): hs.Variable(np.broadcast_to(np.float32(1), 1 << 43))",
-        r"MemoryError: [\d,]+ bytes were requested, but this host has [\d,]+ free; start fewer ranks",
     ),
 }

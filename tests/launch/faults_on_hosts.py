@@ -19,18 +19,11 @@ from fault import (
     waits,
 )
 from faults_of_broken_calls import APPLY, broken
-from faults_of_errors import EARLY, early
+from faults_of_errors import early
 
 ON_HOSTS = {
     "hosts: an endless loop": stalled(
         "if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")
-    ),
-    # Of four ranks the second host has 1 and 3.
-    "hosts: SIGSTOP of the second host's other rank": silenced(
-        "if last: stop()" + WAIT,
-        waits("ranks 0(, 1, |-)2", "barrier"),
-        silent("rank 3"),
-        ranks=4,
     ),
     "hosts: SIGSTOP of the second host's first rank": silenced(
         "if rank == 1: stop()" + WAIT,
@@ -40,13 +33,6 @@ ON_HOSTS = {
     ),
     "hosts: SIGSTOP of rank 0": silenced_root("if rank == 0: stop()" + WAIT),
     "hosts: SIGKILL": ended("if last: die()", CLOSED_OR_LAUNCHER, ranks=3),
-    "hosts: SIGKILL of the second host's first rank": ended(
-        "if rank == 1: die()", CLOSED_OR_LAUNCHER, ranks=4
-    ),
-    "hosts: SIGKILL of rank 0": ended(
-        "if rank == 0: die()",
-        CLOSED_OR_LAUNCHER,
-    ),
     # MPICH's mpirun kills the others at once, and exits with status 0, where a rank has a host alone.
     "hosts: os._exit(0)": ended("if last: os._exit(0)", status=ANY),
     "hosts: an exception": raised(
@@ -84,13 +70,9 @@ from hpcstrat._transports import hosts
 
 hosts.FEW_RANKS = 0
 """
-ON_HOSTS |= {
-    name.replace("hosts", "many ranks"): replace(ON_HOSTS[name], begin=MANY + BEGIN_ON_HOSTS)
-    for name in [
-        "hosts: an exception",
-        "hosts: another call",
-    ]
-}
+ON_HOSTS["many ranks: another call"] = replace(
+    ON_HOSTS["hosts: another call"], begin=MANY + BEGIN_ON_HOSTS
+)
 ON_HOSTS["many ranks: SIGKILL in the middle of an agreement"] = replace(
     ON_HOSTS["hosts: SIGKILL"],
     program="if last: hosts.HostsCommunicator._is_everyones = die\nhs.barrier()",
@@ -119,11 +101,6 @@ ON_HOSTS |= {
     )
     for name, arguments in {
         "an update": ("'_reduce_slice'", "apply(numbers)", APPLY),
-        "a sum": (
-            "'_reduce_slice'",
-            "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
-            r"Strategy\.reduce",
-        ),
         "an assignment": (
             "'collect_messages'",
             "v.assign(numbers)",
@@ -136,9 +113,6 @@ ON_HOSTS |= {
         ),
     }.items()
 }
-ON_HOSTS["hosts: an exception before the first strategy"] = replace(
-    EARLY["early: an exception"], hosts=True
-)
 ON_HOSTS["hosts: an exception while some wait"] = early(  # rank 0, and rank 1 never starts MPI
     "if rank == 2: raise ValueError('the cause')\nif rank == 1: time.sleep(1000)",
     "ValueError: the cause",

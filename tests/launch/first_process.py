@@ -9,9 +9,9 @@ import time
 _SECONDS = 100  # until when a test has looked for what is left, and ended this process
 
 
-def _main(told, shm, before, mark, *command):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={shm}", "tmpfs", "/dev/shm"], check=True)
-    subprocess.run(["sh", "-ec", before], check=True)
+def _main(told, before, mark, *command):
+    mount = "mount -t tmpfs -o size=1g tmpfs /dev/shm"
+    subprocess.run(["sh", "-ec", f"{mount}\n{before}"], check=True)
     child = os.fork()
     if not child:
         os.close(int(told))

@@ -1,8 +1,5 @@
 """Starts programs: each with a time limit, and what they leave behind is found.
 
-result = Job("training.py", 3, "--steps", 40, folder=tmp_path).run()
-assert (result.status, result.err, result.leftovers) == (0, "", [])
-
 job = Job("training.py", 3, folder=tmp_path, launcher="run", namespaces=True).start()
 job.wait_for("step-4")
 job.signal(job.rank(1), "SIGKILL")
@@ -25,13 +22,12 @@ from dataclasses import dataclass
 
 import pytest
 import simulated_gpu
-from processes import Processes, children, parent, runs
+from processes import Processes, parent
 
 _HERE = pathlib.Path(__file__).parent
-_OF_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
-_RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_LOOK_SECONDS = 0.1
+_FIRST = [sys.executable, "-I", "-S", str(_HERE / "first_process.py")]
+_NOT_THE_USERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "PYTEST_")
+_NOT_THE_USERS += ("TORCHELASTIC_", "OMP_NUM_", "OPENBLAS_NUM_", "MKL_NUM_", "BLIS_NUM_")
 _SECONDS = 90  # for a job that hangs, on a machine that does other work too
 
 
@@ -55,47 +51,26 @@ def mpirun():
     return ["mpirun", "--oversubscribe", *["--allow-run-as-root"] * (os.geteuid() == 0)]
 
 
-def _unshare():
-    """The command that makes namespaces, with rights that the user may have only in a namespace."""
-    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-    return words if os.geteuid() == 0 else [*words, "--map-root-user"]
-
-
 @functools.cache
-def why_no_namespaces():
-    """Why none can be made here; empty if they can."""
-    if shutil.which("unshare") is None:
-        return "there is no unshare here"
-    command = [*_unshare(), "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"no namespaces can be made here: {result.stderr.strip()}" if result.returncode else ""
+def _unshare():
+    """The command that makes namespaces; the test is skipped where none can be made."""
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid():
+        words.append("--map-root-user")  # who has the rights only in the namespaces
+    mount = "mount -t tmpfs tmpfs /dev/shm".split()
+    if not shutil.which("unshare") or subprocess.run([*words, *mount], check=False).returncode:
+        pytest.skip("no namespaces can be made here")
+    return words
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a job.
-
-    Attributes:
-        status: the exit status of what was started; 128 + n if signal n ended it.
-        out: what all ranks printed.
-        err: what all ranks printed on standard error.
-        leftovers: processes of the job that still exist, and files in shared memory; in namespaces
-            also temporary files.
-    """
+    """What became of a job: status 128 + n if signal n ended it; processes and files that it left."""
 
     status: int
     out: str
     err: str
     leftovers: list[str]
-
-    def tagged(self, rank):
-        """The lines of standard error that carry the rank's tag, without the tag."""
-        return re.findall(rf"^\[rank {rank}\] (.*)$", self.err, re.MULTILINE)
-
-    @property
-    def said(self):
-        """The lines of standard error that are hpcstrat's own."""
-        return [line for line in self.err.splitlines() if re.match(r"\S.*hpcstrat|hpcstrat", line)]
 
     @property
     def restarts(self):
@@ -118,9 +93,7 @@ class Job:
         wrap: words before the whole command.
         gpus: whether it sees the host's GPUs, or simulated ones under HPCSTRAT_TEST_GPU=simulated.
         stdin: a text, or a file.
-        namespaces: whether it has its own processes, mounts, `/dev/shm`, home and temporary folder;
-            where that cannot be, the test is skipped.
-        shm: the size of its own `/dev/shm`.
+        namespaces: whether it has its own processes, mounts, `/dev/shm`, home and temporary folder.
         before: shell commands that run in the namespaces first.
         leaves: prefixes of what may be left.
     """
@@ -138,20 +111,20 @@ class Job:
         gpus=False,
         stdin=subprocess.DEVNULL,
         namespaces=False,
-        shm="1g",
         before="",
         leaves=(),
     ):
-        if namespaces and why_no_namespaces():
-            pytest.skip(why_no_namespaces())
         self.folder = folder
-        self._namespaces = [shm, before] if namespaces else []
+        self._unshare = [*_unshare(), *_FIRST] if namespaces else []
+        self._before = before
         self._leaves = tuple(leaves)
+        if isinstance(stdin, str):
+            (folder / "stdin").write_text(stdin)
+            wrap, stdin = [*wrap, "sh", "-c", 'exec "$@" <stdin', "sh"], subprocess.DEVNULL
         self._stdin = stdin
         self._processes = Processes()
         command = self._command(program, ranks, launcher, options, arguments)
-        self._words = [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in command]
-        self._words = [*wrap, *self._words]
+        self._words = [*wrap, *map(str, command)]
         self._env = self._environment(gpus, env or {})
 
     def _command(self, program, ranks, launcher, options, arguments):
@@ -160,10 +133,9 @@ class Job:
         if isinstance(program, str) and re.fullmatch(r"\w+\.py", program):
             program = _HERE / "programs" / program
         elif isinstance(program, str):
-            number = len(list(self.folder.glob("program_*.py")))
-            path = self.folder / f"program_{number}.py"
-            path.write_text(textwrap.dedent(program))
-            program = path
+            source, number = program, len(list(self.folder.glob("program_*.py")))
+            program = self.folder / f"program_{number}.py"
+            program.write_text(textwrap.dedent(source))
         if ranks is None:
             return [sys.executable, program, *arguments]
         if launcher == "run":
@@ -176,60 +148,43 @@ class Job:
         own = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         if gpus and simulated_gpu.is_wanted():
             own = simulated_gpu.environment()
-        paths = [
-            own.get("PYTHONPATH") or os.environ.get("PYTHONPATH"),
-            os.fspath(_HERE / "programs"),
-        ]
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for what programs have in common
+        path = own.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        # For what programs have in common.
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, [path, f"{_HERE}/programs"]))
         if not shutil.which((os.environ.get("CC") or "cc").split()[0]):  # which programs would say
             own["HPCSTRAT_COMPILE"] = "0"
         if is_open_mpi():
-            # It names a folder in /tmp by its process id, and does not start where a killed job
-            # with that id has left one.
+            # Otherwise by its process id in /tmp, where a killed job may have left such a folder.
             own["PRTE_MCA_prte_tmpdir_base"] = os.fspath(self.folder)
-        if self._namespaces:
+        if self._unshare:
             for name, variable in (("home", "HOME"), ("tmp", "TMPDIR")):
                 (self.folder / name).mkdir(exist_ok=True)
                 own[variable] = os.fspath(self.folder / name)
         else:
             own.update([self._processes.mark])
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith((*_OF_LAUNCHERS, "PYTEST_")) and name not in _THREADS
-        }
-        return {
-            name: str(value) for name, value in (kept | own | changes).items() if value is not None
-        }
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_THE_USERS)}
+        return {k: str(v) for k, v in (kept | own | changes).items() if v is not None}
 
     def run(self, timeout=_SECONDS):
-        """Starts it, and waits for its end."""
         return self.start().end(timeout)
 
     def start(self):
         command, told, tell = self._words, None, -1
-        if self._namespaces:
+        if self._unshare:
             told, tell = os.pipe()
-            first = [sys.executable, "-I", "-S", os.fspath(_HERE / "first_process.py")]
             mark = "=".join(self._processes.mark)
-            command = [*_unshare(), *first, str(tell), *self._namespaces, mark, *command]
-        with contextlib.ExitStack() as opened:
-            # Not pipes, which would be full before a reader comes.
-            paths = [self.folder / name for name in ("stdout", "stderr")]
-            out, err = (opened.enter_context(open(path, "w")) for path in paths)
-            stdin = self._stdin
-            if isinstance(stdin, str):
-                (self.folder / "stdin").write_text(stdin)
-                stdin = opened.enter_context(open(self.folder / "stdin"))
+            command = [*self._unshare, str(tell), self._before, mark, *command]
+        # Not pipes, which would be full before a reader comes.
+        with open(self.folder / "stdout", "w") as out, open(self.folder / "stderr", "w") as err:
             self._process = subprocess.Popen(
                 command,
-                stdin=stdin,
+                stdin=self._stdin,
                 stdout=out,
                 stderr=err,
                 env=self._env,
                 cwd=self.folder,
                 start_new_session=True,
-                pass_fds=[tell] if self._namespaces else [],
+                pass_fds=[tell] if self._unshare else [],
             )
         # Readable at the end. A wait with a limit would look only every 50 ms.
         self._end = os.pidfd_open(self._process.pid) if told is None else told
@@ -249,19 +204,16 @@ class Job:
     def wait_until(self, condition, what="a condition"):
         """Returns the condition's value once it is true; fails if the job ends before."""
         deadline = time.monotonic() + _SECONDS
+        is_over = False
         while not (found := condition()):
-            if self._has_ended(0.02) or time.monotonic() > deadline:
-                if found := condition():
-                    break
+            if is_over:
                 pytest.fail(f"{what} has not come\n{self.out}\n{self.err}")
+            is_over = self._has_ended(0.02) or time.monotonic() > deadline
         return found
 
     def wait_for(self, *names):
         """Waits until the program has made these files in its folder."""
         self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"{names}")
-
-    def wait_for_death(self, process):
-        self.wait_until(lambda: not runs(process), f"the end of process {process}")
 
     def pause(self, seconds):
         """Lets it run for that long, or to its end."""
@@ -271,15 +223,15 @@ class Job:
         """The process of a rank: the one with its variable whose parent has none."""
 
         def find():
-            found = [self._processes.with_variable(name, number) for name in _RANK_NAMES]
-            of_rank = set().union(*found)
+            names = f"PMI_RANK={number}", f"OMPI_COMM_WORLD_RANK={number}"
+            of_rank = self._processes.with_variable(*names)
             return [process for process in of_rank if parent(process) not in of_rank]
 
         return self.wait_until(find, f"rank {number}")[0]
 
     def launcher(self):
         """The process that was started, in the namespaces if there are any."""
-        if not self._namespaces:
+        if not self._unshare:
             return self._process.pid
 
         def find():
@@ -289,7 +241,6 @@ class Job:
         return self.wait_until(find, "the command")
 
     def processes(self):
-        """The job's running processes."""
         return self._processes.running()
 
     def signal(self, process, name):
@@ -300,7 +251,7 @@ class Job:
     def end(self, timeout=_SECONDS):
         """Waits for its end, and looks for what it left; kills it after so many seconds, and fails."""
         deadline = time.monotonic() + timeout
-        while not (ended := self._has_ended(_LOOK_SECONDS)) and time.monotonic() < deadline:
+        while not (ended := self._has_ended(0.1)) and time.monotonic() < deadline:
             self._processes.look()
         status = self._status() if ended else None
         leftovers = self._leftovers() if status is not None else []
@@ -311,7 +262,6 @@ class Job:
         return Result(status, self.out, self.err, leftovers)
 
     def kill(self):
-        """Ends what still runs."""
         for process in [*self._processes.all(), self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -322,39 +272,31 @@ class Job:
 
     def _leftovers(self):
         folders = []
-        if self._namespaces:
-            (first,) = children(self._process.pid)
+        if self._unshare:
+            pid = self._process.pid
+            first = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
             folders = [f"/proc/{first}/root/dev/shm", self.folder / "tmp"]
         left = self._processes.leftovers(folders)
-        return [one for one in left if not self._leaves or not one.startswith(self._leaves)]
+        return [one for one in left if not one.startswith(self._leaves)]
 
     def _has_ended(self, seconds):
         return bool(select.select([self._end], [], [], seconds)[0])
 
     def _status(self):
-        if self._namespaces:
-            told = os.read(self._end, 10)
-            status = int(told) if told else None
-        else:
-            status = self._process.wait()
-        return status if status is None or status >= 0 else 128 - status
+        told = os.read(self._end, 10) if self._unshare else self._process.wait()
+        if told == b"":
+            return None
+        status = int(told)
+        return status if status >= 0 else 128 - status
 
 
 class Launch:
-    """`launch(program, ranks, *arguments, ...)` runs a job in the test's folder.
-
-    Attributes:
-        folder: the test's.
-        open_mpi: whether the installed MPI is Open MPI.
-        mpirun: the words that start it.
-        version: what it says of itself.
-    """
+    """`launch(program, ranks, *arguments, ...)` runs a job in the test's folder."""
 
     def __init__(self, folder):
         self.folder = folder
         self.open_mpi = is_open_mpi()
         self.mpirun = mpirun()
-        self.version = version()
         self._started = []
 
     def __call__(self, program, ranks=None, *arguments, timeout=_SECONDS, **options):

@@ -6,21 +6,15 @@ import re
 import time
 import uuid
 
-_NAME = "LAUNCHED_BY_TEST"
 _LOOKS = 3  # at a process that seems to be another job's: at first it may not run its program yet
 _SETTLE_SECONDS = 20
-_LOOK_SECONDS = 0.02
 
 
 class Processes:
-    """The processes whose environment has a mark, and the files in shared memory that they map.
-
-    Attributes:
-        mark: the variable's name and value.
-    """
+    """The processes whose environment has a mark, and the files in shared memory that they map."""
 
     def __init__(self):
-        self.mark = (_NAME, uuid.uuid4().hex)
+        self.mark = ("LAUNCHED_BY_TEST", uuid.uuid4().hex)
         self._looks = {}
         self._ours = set()
         self._files = set()
@@ -39,10 +33,10 @@ class Processes:
     def running(self):
         return [process for process in self.all() if runs(process)]
 
-    def with_variable(self, name, value):
-        """Those with this variable."""
-        word = f"{name}={value}".encode()
-        return {one for one in self.all() if word in _read(one, "environ").split(b"\0")}
+    def with_variable(self, *words):
+        """Those whose environment has one of the words."""
+        wanted = {word.encode() for word in words}
+        return {one for one in self.all() if wanted & {*_read(one, "environ").split(b"\0")}}
 
     def look(self):
         """Notes the files that they map; they are mapped for as long as MPI runs."""
@@ -51,15 +45,10 @@ class Processes:
             self._files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
 
     def leftovers(self, folders):
-        """What is left after some seconds in which they end and remove their files.
-
-        Args:
-            folders: their own, which should be empty; if there are none, /dev/shm is shared with
-                others.
-        """
+        """What is left, also in their own folders, after some seconds in which they may end."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while (running := self.running()) and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(0.02)
         commands = [_read(process, "cmdline").replace(b"\0", b" ") for process in running]
         left = [f"process: {command.decode(errors='replace')}" for command in commands]
         if not folders:
@@ -69,12 +58,7 @@ class Processes:
 
 
 def parent(process):
-    fields = _fields(process)
-    return int(fields[1]) if fields else 0
-
-
-def children(process):
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == process]
+    return int((_fields(process) or [0, 0])[1])
 
 
 def runs(process):

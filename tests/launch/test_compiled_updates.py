@@ -25,13 +25,11 @@ hs.on_lead(lambda: print(hash(w.numpy().tobytes())))
 """
 
 
-def compiler(folder, *lines, flags=""):
+def compiler(folder, *lines):
     """A compiler that runs these lines of a shell first; each start of it is noted."""
     path = folder / "compiler"
-    compiles = f'exec {CC} "$@" {flags}'
-    path.write_text(
-        "\n".join(["#!/bin/sh", f"echo started >>{folder}/noted", *lines, compiles, ""])
-    )
+    begin, end = f"#!/bin/sh\necho started >>{folder}/noted", f'exec {CC} "$@"\n'
+    path.write_text("\n".join([begin, *lines, end]))
     path.chmod(0o755)
     (folder / "temporary").mkdir(exist_ok=True)
     found = {"CC": os.fspath(path), "TMPDIR": os.fspath(folder / "temporary")}
@@ -44,7 +42,7 @@ def starts(folder):
 
 
 @pytest.mark.parametrize(
-    "ranks, hosts", [(2, 1), *(pytest.param(*c, marks=slow) for c in [(None, 1), (4, 2), (4, 3)])]
+    "ranks, hosts", [(2, 1), *(pytest.param(*c, marks=slow) for c in [(None, 1), (4, 3)])]
 )
 def test_one_rank_compiles_for_its_host(launch, tmp_path, ranks, hosts):
     """Unless that is forbidden: NumPy returns the same bits, and no compiler is started."""
@@ -59,26 +57,6 @@ def test_one_rank_compiles_for_its_host(launch, tmp_path, ranks, hosts):
     assert os.listdir(env["TMPDIR"]) == []
 
 
-def test_small_updates_are_compiled_after_many_steps(launch, tmp_path):
-    program = """
-        import os
-        import numpy as np
-        import hpcstrat as hs
-
-        strategy = hs.MirroredStrategy()
-        with strategy.scope():
-            w, optimizer = hs.Variable(np.zeros(10)), hs.optimizers.SGD(0.5)
-        compiled = [0]
-        for _ in range(1100):
-            strategy.run(lambda: optimizer.apply_gradients([(np.full(10, hs.rank() + 1.0), w)]))
-            compiled.append(hs.on_lead(lambda: int(os.path.exists("noted"))))
-        hs.on_lead(lambda: print(compiled.index(1) in (1000, 1001, 1002), *np.unique(w.numpy())))
-    """
-    result = launch(program, 2, env=compiler(tmp_path))
-    assert (result.out, result.err) == (f"True {-1100 * 0.5 * 3}\n", "")
-    assert starts(tmp_path) == 1
-
-
 FAILING: dict[str, tuple[list[str], str]] = {
     "no compiler": ([], "there is no /nonexistent"),
     "a compiler that fails": (["echo no such flag >&2", "exit 1"], "status 1: no such flag"),
@@ -90,6 +68,10 @@ FAILING: dict[str, tuple[list[str], str]] = {
     "a compiler of another function": (
         [f"""exec sed 's/void update/void updated/' | exec {CC} "$@"; exit"""],
         "undefined symbol: update",
+    ),
+    "a compiler that takes no number for infinite": (
+        [f'exec {CC} "$@" -ffast-math'],
+        "computes other values than NumPy",
     ),
     "a compiler of other numbers": (
         [f"""sed 's/first.i. + second.i./first[i] - second[i]/' | {CC} "$@"; exit"""],
@@ -124,7 +106,6 @@ READ_ONLY = """
     cd "$PWD"
 """
 MOUNTS = {
-    "full": "mount -t tmpfs -o size=4k tmpfs $TMPDIR",
     "executes nothing": "mount -t tmpfs -o noexec tmpfs $TMPDIR",
     "read only, as all others": READ_ONLY,
 }
@@ -141,10 +122,9 @@ def test_a_temporary_folder_that_holds_no_library_costs_one_line(launch, folder)
 
 
 @slow
-@pytest.mark.parametrize("path", ["/nonexistent", "stdout"])
-def test_a_temporary_folder_that_is_none_is_not_used(launch, path):
+def test_a_temporary_folder_that_is_none_is_not_used(launch):
     """Python's `tempfile` takes another."""
-    result = launch(PROGRAM, 2, namespaces=True, env={"TMPDIR": path})
+    result = launch(PROGRAM, 2, namespaces=True, env={"TMPDIR": "/nonexistent"})
     assert (result.status, result.err) == (0, "") and result.out
 
 
@@ -159,9 +139,7 @@ def test_a_compiler_that_hangs_costs_its_limit_once(launch, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize(
-    "victim, seconds", [("launcher", 0.5), ("launcher", 1000), (0, 0.5), (1, 1000)], ids=str
-)
+@pytest.mark.parametrize("victim, seconds", [("launcher", 1000), (0, 0.5), (1, 1000)], ids=str)
 def test_a_job_that_is_killed_while_it_compiles_leaves_nothing_running(
     launch, tmp_path, victim, seconds
 ):
@@ -178,58 +156,3 @@ def test_a_job_that_is_killed_while_it_compiles_leaves_nothing_running(
     del env["TMPDIR"]
     result = launch(PROGRAM, 2, namespaces=True, leaves=leaves, env=env)
     assert (result.status, result.err, result.leftovers) == (0, "", []) and result.out
-
-
-BITS = """
-import hashlib, os
-import numpy as np
-import hpcstrat as hs
-
-strategy = hs.CentralStorageStrategy()
-optimizers = hs.optimizers
-
-class Clipped(optimizers.Optimizer):
-    slots = {"velocity": 0.0}
-
-    @staticmethod
-    def formula(value, gradient, velocity, *, rate):
-        bounded = np.where(gradient < float("inf"), gradient, 0.0)
-        bounded = np.where(bounded > -float("inf"), bounded, np.nan)
-        velocity = np.minimum(np.maximum(0.9 * velocity + bounded, -1e3), float("inf"))
-        return value - rate * velocity, velocity
-
-SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 6e4, 3e38, 1e-7]
-KINDS = [optimizers.SGD, optimizers.Adam, optimizers.RMSprop, optimizers.Lion, lambda: Clipped(0.1)]
-digest = hashlib.blake2b()
-for dtype in ("float16", "float32", "float64"):
-    for make in KINDS:
-        random = np.random.default_rng(3)
-        with np.errstate(all="ignore"), strategy.scope():
-            sizes = (1, 255, 256, 257, 120_001)
-            variables = [hs.Variable(random.standard_normal(size).astype(dtype)) for size in sizes]
-            optimizer = make()
-            for _ in range(3):
-                gradients = [random.standard_normal(size).astype(dtype) * (hs.rank() + 1) for size in sizes]
-                for one in gradients:
-                    one[::5] = random.choice(SPECIAL, one[::5].size)
-                strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables)))
-        for one in variables:
-            found = one.numpy()
-            found[np.isnan(found)] = np.nan  # whose own bits are anybody's
-            digest.update(found.tobytes())
-hs.on_lead(lambda: print(digest.hexdigest()))
-"""
-
-
-@pytest.mark.parametrize(
-    "flags", ["", *(pytest.param(f, marks=slow) for f in ("-ffast-math", "-O0", "-fno-such-flag"))]
-)
-def test_compiled_updates_have_numpys_bits_or_are_not_used(launch, tmp_path, flags):
-    """For numbers of each kind, and infinities; also under compilers that add their own flags."""
-    env, found = compiler(tmp_path, flags=flags), []
-    for on in (1, 0):
-        result = launch(BITS, 3 if flags == "-O0" else 2, env=env | {"HPCSTRAT_COMPILE": on})
-        assert result.status == 0
-        assert len(result.err.splitlines()) == (flags.startswith("-f") and on)
-        found.append(result.out)
-    assert found[0] == found[1]

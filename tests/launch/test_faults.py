@@ -18,18 +18,12 @@ def test_one_of_each_kind_is_quick():
     assert all(kind.keys() & QUICK for kind in KINDS)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name",
+    [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in FAULTS if name not in QUICK)],
+)
 def test_a_fault_ends_the_job(launch, name):
-    check(launch, FAULTS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAULTS if name not in QUICK])
-def test_any_other_fault_ends_the_job(launch, name):
-    check(launch, FAULTS[name])
-
-
-def check(launch, fault):
+    fault = FAULTS[name]
     if launch.open_mpi and fault.hosts:
         pytest.skip("Open MPI cannot take one host for several")
     result = launch(fault.source, fault.ranks, env=ENV | fault.variables)

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import random
 import re
 import shutil
 import sys
@@ -44,7 +43,8 @@ def on_two_hosts(launch):
 
 
 def came_to_its_end(result, ranks):
-    assert (result.status, last_line(result), result.said) == (0, weight(ranks), [])
+    assert (result.status, last_line(result)) == (0, weight(ranks))
+    assert "hpcstrat" not in result.err
 
 
 def test_a_slow_link(on_two_hosts):
@@ -52,34 +52,24 @@ def test_a_slow_link(on_two_hosts):
     came_to_its_end(on_two_hosts(*LARGE, "--path", "large", gbit=0.1, env=PATIENT), ranks=2)
 
 
-@pytest.mark.parametrize("options", [[], LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("commands", [f"{PLUG} down", f"{PLUG} down; {KILL}"], ids=["link", "host"])
+@pytest.mark.parametrize(
+    "commands, options",
+    [(f"{PLUG} down", []), (f"{PLUG} down; {KILL}", LARGE)],
+    ids=["link", "host"],
+)
 def test_a_link_or_host_that_is_lost(on_two_hosts, commands, options):
     """The report names the ranks of the missing host, and the call of the others."""
     result = on_two_hosts(*in_step(13, commands), *options, ranks=3, env=LIMITS)
     assert result.status != 0 and result.out == "" and "Traceback" not in result.err
-    report, *_, end = (line for line in result.said if "hpcstrat: " in line)
+    report, *_, end = re.findall(r"^.*hpcstrat: .*", result.err, re.MULTILINE)
     assert "waiting for each other for 2 s" in report and "the job ends: " in end
     assert re.search(r"rank 0.*: waiting in call \d+, .+ at \S*training\.py:\d+", result.err)
     assert re.search(r"rank 2: not answering for \d+ s", result.err)
 
 
-@pytest.mark.parametrize("options", [[], LARGE], ids=["small", "large"])
-def test_a_link_that_is_cut_for_some_seconds(on_two_hosts, options):
+def test_a_link_that_is_cut_for_some_seconds(on_two_hosts):
     """For longer than until the report; it does no harm."""
     env = LIMITS | {"HPCSTRAT_TIMEOUT_SECONDS": 60}
     cut = in_step(13, f"{PLUG} down; sleep 4; {PLUG} up")
-    result = on_two_hosts(*cut, *options, env=env)
+    result = on_two_hosts(*cut, *LARGE, env=env)
     assert (result.status, last_line(result)) == (0, weight(2))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_link_that_fails_now_and_then(on_two_hosts, seed):
-    """At random moments, but not while MPI starts: it gives up at once if a host is unreachable."""
-    moments = random.Random(seed)
-    times = [(moments.uniform(0.1, 1.0), moments.uniform(0.05, 0.8)) for _ in range(6)]
-    commands = "; ".join(
-        f"sleep {up:.2f}; {PLUG} down; sleep {down:.2f}; {PLUG} up" for up, down in times
-    )
-    result = on_two_hosts(*in_step(1, commands), "--step-seconds", 0.05, env=PATIENT)
-    came_to_its_end(result, ranks=2)

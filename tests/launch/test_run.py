@@ -11,7 +11,6 @@ import textwrap
 
 import pytest
 from processes import parent
-from trained import weight
 
 slow = pytest.mark.slow
 RUN = [sys.executable, "-m", "hpcstrat", "run"]
@@ -28,8 +27,7 @@ RANKS = """
 
 @pytest.mark.parametrize(
     "ranks, option",
-    [(3, ""), *(pytest.param(*case, marks=slow) for case in [(1, "-c"), (2, "-m")])],
-    ids=str,
+    [(2, ""), *(pytest.param(*case, marks=slow) for case in [(1, "-c"), (3, "-m")])],
 )
 def test_ranks_and_their_arguments(launch, ranks, option):
     """They reach the program as they are, and nothing else."""
@@ -42,53 +40,17 @@ def test_ranks_and_their_arguments(launch, ranks, option):
     assert not (launch.folder / "x").exists()
 
 
-@pytest.mark.parametrize("ignored", ["CHLD", pytest.param("HUP INT QUIT", marks=slow)])
-def test_the_status_is_the_ranks(launch, ignored):
+def test_the_status_is_the_ranks(launch):
     """Whatever signals this process inherits as ignored."""
-    wrap = ["sh", "-c", f'trap "" {ignored}; exec "$0" "$@"']
+    wrap = ["sh", "-c", 'trap "" CHLD HUP INT QUIT; exec "$0" "$@"']
     result = launch("import sys; print('said'); sys.exit(7)", 1, launcher="run", wrap=wrap)
     assert result.status == 7 and "said\n" in result.out
 
 
-def test_options_of_mpiexec(launch):
-    option = "--output tag" if launch.open_mpi else "-prepend-rank"
-    result = launch(RANKS, 2, launcher="run", options=["--mpiexec", f"mpiexec {option}"])
-    mark = r"\[1,{0}\]<stdout>: " if launch.open_mpi else r"\[{0}\] "
-    lines = sorted(result.out.splitlines())
-    assert result.status == 0 and len(lines) == 2
-    for rank, line in enumerate(lines):
-        assert re.fullmatch(rf"{mark.format(rank)}{rank} of 2 \[\]", line)
-
-
 def test_no_two_launchers(launch):
-    by_mpirun = launch([*launch.mpirun, "-n", 2, *RUN, "-n", 2, "x.py"])
-    torchrun = launch([*RUN, "-n", 2, "x.py"], env={"TORCHELASTIC_RUN_ID": "none"})
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}
-    srun = launch([*RUN, "-n", 2, "x.py"], env=step)
-    for result in (by_mpirun, torchrun, srun):
-        assert (result.status, result.out) == (2, "")
-        assert "a launcher has started this process" in result.err
-
-
-@pytest.mark.parametrize("named", [False, True], ids=["on the PATH", "named"])
-def test_the_mpiexec_of_another_mpi(launch, named):
-    """It is passed over if another fits, and refused where it is named."""
-    (launch.folder / "other").mkdir()
-    other = launch.folder / "other/mpiexec"
-    says = "HYDRA build details:\n    Version: 5.0.0"
-    says = says if launch.open_mpi else "mpiexec (Open MPI) 5.0.8"
-    other.write_text(f"#!/bin/sh\necho '{says}'\n")
-    other.chmod(0o755)
-    option = ["--mpiexec", f"{other} -x"] if named else []
-    path = f"{other.parent}:{os.environ['PATH']}"
-    result = launch(RANKS, 2, launcher="run", options=option, env={"PATH": path})
-    if not named:
-        assert (result.status, len(result.out.splitlines()), result.err) == (0, 2, "")
-        return
-    own, foreign = ("Open MPI", "MPICH") if launch.open_mpi else ("MPICH", "Open MPI")
+    result = launch([*RUN, "-n", 2, "x.py"], env={"TORCHELASTIC_RUN_ID": "none"})
     assert (result.status, result.out) == (2, "")
-    said = rf"mpi4py loads {own} [\d.]+, but {other} -x is that of {foreign}\. "
-    assert re.search(said, result.err)
+    assert "a launcher has started this process" in result.err
 
 
 WRONG = [
@@ -126,12 +88,17 @@ def test_the_entry_point():
     assert re.fullmatch(r"hpcstrat \d+\.\d+\.\d+\n", result.stdout)
 
 
-@pytest.mark.parametrize("allowed", [1, pytest.param(0, marks=slow)])
-def test_no_more_restarts_than_allowed(launch, allowed):
-    program = "import sys; print('x', file=open('starts', 'a')); sys.exit(9)"
+@pytest.mark.parametrize("allowed, failing", [(1, 2), (3, 1)])
+def test_as_many_restarts_as_needed_and_allowed(launch, allowed, failing):
+    program = f"""
+        import pathlib, sys
+        number = len(list(pathlib.Path().glob("start-*")))
+        pathlib.Path(f"start-{{number}}").touch()
+        sys.exit(9 * (number < {failing}))
+    """
     result = launch(program, 1, launcher="run", options=["--restarts", allowed])
-    assert (result.status, len(result.restarts)) == (9, allowed)
-    assert (launch.folder / "starts").read_text() == (allowed + 1) * "x\n"
+    assert (result.status, len(result.restarts)) == (9 if failing > allowed else 0, 1)
+    assert len(list(launch.folder.glob("start-*"))) == 2
 
 
 # ---- signals
@@ -154,11 +121,9 @@ def test_signals_reach_the_ranks_and_are_no_reason_to_restart(launch, name):
     if name in (("SIGTERM", "SIGINT") if launch.open_mpi else ("SIGUSR2",)):
         assert result.status != 0  # this MPI's mpiexec ends at it, in place of passing it on
     else:
-        lines = [f"rank {rank} got {signal.Signals[name].value}" for rank in range(2)]
-        assert (result.status, sorted(re.findall("^rank.*", result.out, re.MULTILINE))) == (
-            75,
-            lines,
-        )
+        got = sorted(re.findall("^rank.*", result.out, re.MULTILINE))
+        assert got == [f"rank {rank} got {signal.Signals[name].value}" for rank in range(2)]
+        assert result.status == 75
     assert (result.restarts, result.leftovers) == ([], [])
 
 
@@ -185,9 +150,8 @@ def test_a_signal_that_ends_mpiexec_is_the_status(launch):
     assert job.end().status == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    "mpi", [["mpi"], pytest.param([], marks=slow)], ids=["with MPI", "without"]
-)
+@slow
+@pytest.mark.parametrize("mpi", [["mpi"], []], ids=["with MPI", "without"])
 def test_when_the_launcher_is_killed_the_ranks_end(launch, mpi):
     job = ready(launch, "number", *mpi, options=["--restarts", 3])
     job.signal(job.launcher(), "SIGKILL")
@@ -196,8 +160,7 @@ def test_when_the_launcher_is_killed_the_ranks_end(launch, mpi):
 
 
 @slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
-def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch, name):
+def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch):
     program = """
         import os, pathlib, time
         os.write(1, 4_000_000 * b"x")
@@ -206,7 +169,7 @@ def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch, name):
     """
     job = launch.start(program, 1, launcher="run", options=["--restarts", 3], namespaces=True)
     job.wait_for("ready")
-    job.signal(job.launcher(), name)
+    job.signal(job.launcher(), "SIGHUP")
     result = job.end()
     assert result.status != 0 and result.out.startswith("xxx")
     assert (result.restarts, result.leftovers) == ([], [])
@@ -214,7 +177,7 @@ def test_a_signal_ends_ranks_in_the_middle_of_a_line(launch, name):
 
 @slow
 @pytest.mark.parametrize("options", [[], ["--restarts", 3]], ids=["alone", "with restarts"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_is_left_of_a_launcher_that_is_killed_at_any_moment(launch, options, seed):
     words = ["training.py", 3, "--step-seconds", 0.05]
     # What MPICH's start makes has no other owner when all are killed in its midst.
@@ -225,10 +188,3 @@ def test_nothing_is_left_of_a_launcher_that_is_killed_at_any_moment(launch, opti
     job.signal(process, "SIGKILL")
     result = job.end()
     assert (result.status, result.leftovers) == (128 + signal.SIGKILL, [])
-
-
-@slow
-def test_without_an_attack_a_training_in_namespaces_ends_and_leaves_nothing(launch):
-    result = launch("training.py", 3, launcher="run", namespaces=True)
-    assert (result.status, result.err, result.leftovers) == (0, "", [])
-    assert result.out.splitlines()[-1] == weight(3)
