@@ -8,15 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import (
-    GPU_ALIGNMENT,
-    GpuPlan,
-    Slabs,
-    allocate_on_gpu,
-    device_update,
-    gpu,
-    slabs,
-)
+from internals import GpuPlan, device_update, gpu, slabs
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -196,8 +188,8 @@ def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
     """With a fixed amount of the GPU's memory."""
     cuda = place.xp.cuda
     stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
-    allocate = functools.partial(allocate_on_gpu, stream)
-    memory, pool = Slabs(allocate, alignment=GPU_ALIGNMENT), cuda.Memory(100 << 20)
+    allocate = functools.partial(slabs.allocate_on_gpu, stream)
+    memory, pool = slabs.Slabs(allocate, alignment=slabs.GPU_ALIGNMENT), cuda.Memory(100 << 20)
     used = [0]
 
     def malloc(nbytes):

@@ -4,14 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from internals import (
-    HostsCommunicator,
-    Strategy,
-    call_named,
-    device_names,
-    make_mirrored_group,
-    worlds,
-)
+from internals import Strategy, call_named, device_names, hosts, make_mirrored_group, worlds
 from mpi4py import MPI
 from strategies import STRATEGIES
 
@@ -26,7 +19,7 @@ SUM = N * (N + 1) // 2  # of the replicas' contributions: rank r has r + 1 parts
 def connected():
     comm = worlds.start().comm
     assert comm is not None
-    return HostsCommunicator(comm.Dup(), comm.Split(RANK == N - 1))
+    return hosts.HostsCommunicator(comm.Dup(), comm.Split(RANK == N - 1))
 
 
 class OnHosts(hs.MirroredStrategy):

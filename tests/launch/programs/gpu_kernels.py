@@ -2,7 +2,7 @@
 
 import cupy  # pyright: ignore[reportMissingImports]
 import numpy as np
-from internals import PackKernel, layout_of
+from internals import layout, packing
 
 x, totals, stream = cupy.arange(8.0), cupy.zeros(2), cupy.cuda.Stream(non_blocking=True)
 with cupy.cuda.Device(1):
@@ -15,8 +15,8 @@ def summed(operation):
 
 
 def packed(array, message):
-    layout = layout_of((array.shape,), (array.dtype,))
-    PackKernel(layout, layout.groups[0])([array], message)
+    places = layout.layout_of((array.shape,), (array.dtype,))
+    packing.PackKernel(places, places.groups[0])([array], message)
 
 
 def packed_unordered():
