@@ -5,11 +5,15 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 
 # Before NumPy and MPI are loaded. hpcstrat sets the same for programs, where it is imported first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+# A shell lets what it starts in the background ignore Ctrl-C; jobs of tests must not inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Drops the user's settings: a test that needs one sets it.
 for name in [name for name in os.environ if name.startswith("HPCSTRAT_")]:
     if not name.startswith("HPCSTRAT_TEST_"):
