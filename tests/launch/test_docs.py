@@ -36,9 +36,11 @@ def check_program(launch, place, block, numbers):
     """The block prints what the page shows, on these numbers of ranks or on those that it names."""
     skip_unless_it_runs(block)
     place.skip_unless_it_has(block.says.get("needs"))
-    write_files(block.page, launch.folder)
     program = launch.folder / block.says["file"] if "file" in block.says else block.text
     for ranks in place.choose(*[int(n) for n in block.says.get("ranks", numbers).split()]):
+        shutil.rmtree(launch.folder)  # a program may make folders, which must not be there
+        launch.folder.mkdir()
+        write_files(block.page, launch.folder)
         result = place(program, ranks, timeout=120 if place.has_gpus else 90)
         assert (result.status, result.err, result.leftovers) == (0, "", [])
         expected = block.expects(ranks)
