@@ -55,6 +55,24 @@ def test_updates_as_on_one_host(launch, shape):
     assert len(found) == len(hosts) and found[0] and all(one == found[0] for one in found)
 
 
+MANY_MEGABYTES = """
+    size = 33_554_176
+    with strategy.scope():
+        v, optimizer = hs.Variable(np.zeros(size, np.float16)), hs.optimizers.SGD(1.0, momentum=1.0)
+    gradient, totals = np.full(size, rank + 1, np.float16), []
+    for _ in range(2):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+    strategy.run(lambda: totals.append(hs.get_replica_context().all_reduce("SUM", gradient)))
+    found = bool((v.numpy() == -3 * 6).all()), bool((totals[0] == 6).all())
+"""
+
+
+@pytest.mark.slow
+def test_a_message_of_many_megabytes(launch):
+    """Of a size at which the hosts' slices differ, which has hung."""
+    assert run(launch, "1 + 2", MANY_MEGABYTES)[0] == [(True, True)] * 3
+
+
 @on_hosts("1 + 2", "1 + 2 + 1", "2 + 2 + 2")
 def test_reductions(launch, shape):
     """Of all dtypes, in short messages and large ones: near the exact values, the same bits on all ranks."""
